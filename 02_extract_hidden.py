@@ -1,0 +1,17 @@
+"""02: the verifier's hidden states for every token of every trace, checked, in speculators' own layout.
+
+Reads   RUN/01_prompts (the split), RUN/01b_traces
+Writes  RUN/02_hidden/shards, index.jsonl, dataset/, errors.jsonl, server.log
+
+The verifier is loaded by vLLM, split over verifier.tensor_parallel_size GPUs. A token costs
+4 x hidden size x 2 bytes: 57,344 B for Kimi-K2.5. Stopped at any moment, the same command goes on.
+
+    python 02_extract_hidden.py --run runs/tiny
+"""
+
+from eagle3_train.cli import stage_main
+from eagle3_train.extraction import extract
+from eagle3_train.run import HIDDEN
+
+if __name__ == "__main__":
+    stage_main(HIDDEN, extract, __doc__)

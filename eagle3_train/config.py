@@ -1,0 +1,430 @@
+"""The whole configuration: the one place where a tunable is declared.
+
+A field's type, default and docstring become its flag (`--section.field`), its line in `--help` and its key
+in a preset. A preset is one YAML file of these sections. What a stage uses is, in rising order of precedence:
+the defaults here, the preset (or the run's own `run.yaml` when no preset is named), the flags.
+
+pydantic-settings does the work: it is already among speculators' and vLLM's dependencies, reads YAML and
+flags into one typed model, and builds `--help` from it, so nothing is declared twice.
+
+Fields made with `how()` say how the work is done (concurrency, time-outs, GPUs), never what comes out of it:
+changing one does not make a finished stage stale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from eagle3_train.errors import ConfigError
+
+PRESETS = Path(__file__).resolve().parent.parent / "presets"
+
+
+def how(default: Any, **constraints: Any) -> Any:
+    """A field that changes how the work is done, never its result."""
+    return Field(default, json_schema_extra={"how": True}, **constraints)
+
+
+class Section(BaseModel):
+    """One block of a preset."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+
+
+class Verifier(Section):
+    """The model whose answers are captured and that the draft will speed up."""
+
+    path: str = how("tiny")
+    """Local directory or Hugging Face hub id; `tiny` is the embedded verifier, built on first use."""
+    tensor_parallel_size: int = how(1, ge=1)
+    """GPUs the verifier is split over."""
+    trust_remote_code: bool = False
+    """Run Python code shipped with the verifier (Kimi's tokenizer needs it)."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Arithmetic of the verifier on vLLM; auto follows its config.json."""
+    reasoning_parser: str = "kimi_k2"
+    """vLLM's parser that separates thinking from the answer."""
+    aux_layer_ids: list[int] | None = None
+    """Layers whose INPUT residual stream feeds the draft, vLLM's numbering; null means [2, n/2, n-3]."""
+
+
+class Server(Section):
+    """How a vLLM server is started; each stage adds its own arguments to `args`."""
+
+    port: int | None = how(None, ge=1, le=65535)
+    """Loopback port; null takes a free one."""
+    ready_timeout_s: float = how(3600, gt=0)
+    """Patience until the server answers a one-token request [s]; a 1 T verifier loads in about 25 minutes."""
+    stop_timeout_s: float = how(30, gt=0)
+    """Patience after SIGTERM before SIGKILL [s]."""
+    max_model_len: int = how(32768, ge=16)
+    """Longest prompt plus output the server accepts [tokens]."""
+    gpu_memory_utilization: float = how(0.9, gt=0, le=1)
+    """Share of each GPU's memory (of RAM on a CPU) that vLLM may take."""
+    cpu_kv_cache_gib: int = how(4, ge=1)
+    """KV cache of a server without GPU [GiB]."""
+    args: list[str] = how([])
+    """Further arguments of `vllm serve`, in every stage."""
+    env: dict[str, str] = how({})
+    """Environment variables of the server process."""
+
+
+class Prompts(Section):
+    """Stage 01: the questions."""
+
+    source: str = "mlabonne/open-perfectblend"
+    """JSON, JSONL or Parquet file, a directory of them, or a hub data set id."""
+    hub_split: str = "train"
+    """Split of a hub data set."""
+    max_samples: int | None = Field(None, ge=1)
+    """Questions kept, chosen by a hash of their content, so a larger number is a superset; null keeps all."""
+    max_prompt_chars: int = Field(32768, ge=1)
+    """Longer questions are set aside [characters]."""
+    val_fraction: float = Field(0.05, gt=0, lt=0.5)
+    """Share used to validate the draft while it trains."""
+    eval_fraction: float = Field(0.05, gt=0, lt=0.5)
+    """Share that only stage 06 ever sees."""
+    seed: int = 0
+    """Chooses the sample and the split."""
+    max_set_aside: float = Field(0.01, ge=0, le=1)
+    """Share of unusable rows above which the stage refuses to go on."""
+
+
+class Generation(Section):
+    """Stage 01b: the verifier's own thinking and answers."""
+
+    endpoint: str | None = how(None)
+    """Base URL of a running vLLM server (http://127.0.0.1:8000/v1); null starts one."""
+    temperature: float = Field(0.6, ge=0)
+    """Sampling temperature; 0 is greedy."""
+    top_p: float = Field(0.95, gt=0, le=1)
+    """Nucleus sampling."""
+    max_tokens: int = Field(16384, ge=1)
+    """Longest thinking plus answer [tokens]."""
+    thinking: bool = True
+    """Let the verifier think before it answers."""
+    cut_off: Literal["keep", "drop"] = "keep"
+    """Traces that hit max_tokens: keep trains on what was said, without an end; drop leaves them out."""
+    seed: int = 0
+    """Base of the per-prompt sampling seeds."""
+    concurrency: int = how(128, ge=1)
+    """Requests in flight."""
+    request_timeout_s: float = how(1800, gt=0)
+    """Patience with one request [s]; a long reasoning trace takes many minutes."""
+    connect_timeout_s: float = how(10, gt=0)
+    """Patience with the connection [s]."""
+    max_retries: int = how(4, ge=0)
+    """Retries of a request after 408, 409, 429, 5xx or a lost connection, with back-off."""
+    max_set_aside: float = Field(0.01, ge=0, le=1)
+    """Share of prompts without a usable trace above which the stage refuses to go on."""
+    server_args: list[str] = how([])
+    """Further arguments of this stage's vLLM server."""
+
+
+class Extraction(Section):
+    """Stage 02: the verifier's hidden states for every token of every trace."""
+
+    storage_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of the states on disk."""
+    concurrency: int = how(32, ge=1)
+    """Requests in flight."""
+    request_timeout_s: float = how(600, gt=0)
+    """Patience with one request and with its file [s]."""
+    max_set_aside: float = Field(0.01, ge=0, le=1)
+    """Share of traces without sound states above which the stage refuses to go on."""
+    server_args: list[str] = how([])
+    """Further arguments of this stage's vLLM server."""
+
+
+class Vocabulary(Section):
+    """Stage 03: the part of the vocabulary that the draft predicts."""
+
+    draft_size: int | None = Field(32000, ge=64)
+    """Tokens the draft can propose; null keeps the verifier's whole vocabulary."""
+
+
+class Draft(Section):
+    """Shape of the draft model."""
+
+    num_layers: int = Field(1, ge=1)
+    """Decoder layers."""
+    num_attention_heads: int = Field(64, ge=1)
+    """Query heads."""
+    num_key_value_heads: int = Field(64, ge=1)
+    """Key and value heads."""
+    head_dim: int = Field(128, ge=8)
+    """Width of a head; always given, because the verifier's own means something else under MLA."""
+    intermediate_size: int = Field(12288, ge=1)
+    """Width of the MLP."""
+    norm_before_residual: bool = True
+    """Take the residual after the hidden-state norm."""
+    norm_before_fc: bool = False
+    """One RMSNorm over the concatenated auxiliary states."""
+    fc_norm: bool = False
+    """One RMSNorm for each auxiliary state (EAGLE 3.1)."""
+    norm_output: bool = False
+    """Feed the normed output back across TTT steps (EAGLE 3.1)."""
+    sliding_window: int | None = Field(2048, ge=1)
+    """Attention window [tokens]; null attends to everything. A window keeps acceptance at long context."""
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> Draft:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError("norm_before_fc and fc_norm exclude each other")
+        return self
+
+
+class Training(Section):
+    """Stage 04: the draft is trained."""
+
+    epochs: int = Field(3, ge=1)
+    """Passes over the training shards."""
+    lr: float = Field(1e-4, gt=0)
+    """Peak learning rate of AdamW (and of AdamW's part under muon)."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """speculators' optimizers; muon takes half the step's time on an H200."""
+    weight_decay: float = Field(0.01, ge=0)
+    """Decoupled weight decay."""
+    scheduler: Literal["linear", "cosine", "none"] = "cosine"
+    """Decay of the learning rate over all epochs."""
+    warmup_ratio: float = Field(0.03, ge=0, le=1)
+    """Share of all steps spent warming up."""
+    ttt_steps: int = Field(3, ge=1)
+    """Training-time-test steps: how many tokens ahead the draft learns to guess."""
+    ttt_step_loss_decay: float = Field(1.0, gt=0, le=1)
+    """Weight of each further TTT step's loss."""
+    loss: str = "kl_div"
+    """speculators' loss name."""
+    pack_tokens: int = Field(8192, ge=16)
+    """Length of a packed batch [tokens]; longer samples are cut and counted."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Autocast type of the forward pass."""
+    seed: int = 0
+    """Initial weights and order of the data."""
+    checkpoint_epochs: int = how(1, ge=1)
+    """Save every so many epochs."""
+    data_workers: int = how(4, ge=0)
+    """Processes that read shards; 0 reads in the trainer."""
+
+
+class Export(Section):
+    """Stage 05: the checkpoint that vLLM serves."""
+
+    format: Literal["flat", "speculators"] = "flat"
+    """flat is LlamaForCausalLMEagle3, read by vLLM and SGLang; speculators keeps its own nested config."""
+    verifier_name: str | None = None
+    """Name of the verifier to record, its hub id; null takes the last part of verifier.path."""
+
+
+class Evaluation(Section):
+    """Stage 06: the draft on a live vLLM."""
+
+    max_prompts: int = Field(64, ge=1)
+    """Held-out prompts asked."""
+    max_tokens: int = Field(4096, ge=1)
+    """Longest output [tokens]."""
+    draft_tokens: int = Field(3, ge=1)
+    """Tokens the draft proposes a step."""
+    temperatures: list[float] = [0.0, 1.0]
+    """Acceptance is measured at each; at 0 the output is compared with the verifier's alone."""
+    concurrency: int = how(16, ge=1)
+    """Requests in flight."""
+    min_acceptance_length: float = Field(1.5, ge=1)
+    """Mean acceptance length at the first temperature below which the stage fails with exit code 3."""
+    server_args: list[str] = how([])
+    """Further arguments of this stage's vLLM servers."""
+
+
+class Config(BaseSettings):
+    """Every section; what `run.yaml` holds."""
+
+    model_config = SettingsConfigDict(
+        extra="forbid",
+        use_attribute_docstrings=True,
+        nested_model_default_partial_update=True,
+        cli_implicit_flags=True,
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+        cli_parse_none_str="null",
+        cli_use_class_docs_for_groups=True,
+        cli_shortcuts={
+            "prompts.max_samples": "max-samples",
+            "generation.endpoint": "endpoint",
+        },
+    )
+
+    verifier: Verifier = Verifier()
+    server: Server = Server()
+    prompts: Prompts = Prompts()
+    generation: Generation = Generation()
+    extraction: Extraction = Extraction()
+    vocabulary: Vocabulary = Vocabulary()
+    draft: Draft = Draft()
+    training: Training = Training()
+    export: Export = Export()
+    evaluation: Evaluation = Evaluation()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        **_unused: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        # Environment variables are no source: a run must not depend on what a shell happens to export.
+        return (init_settings, _PresetSource(settings_cls))
+
+    def dump(self) -> str:
+        """The configuration as YAML, as kept in `run.yaml`."""
+        sections = {name: getattr(self, name).model_dump(mode="json") for name in section_names()}
+        return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
+
+
+class Arguments(Config):
+    """A stage's command line: where the run is, what it starts from, and any field of the configuration."""
+
+    run: Path
+    """Directory of the run."""
+    preset: Path | None = None
+    """Preset to start from, e.g. presets/tiny.yaml; left out, the run's own run.yaml."""
+    force: bool = False
+    """Make the stage again although it is there with another configuration; the old one is set aside."""
+
+
+def section_names() -> list[str]:
+    """The names of the configuration's sections, in order."""
+    return list(Config.model_fields)
+
+
+def result_fields(config: Config, sections: tuple[str, ...]) -> dict[str, Any]:
+    """`section.field` -> value for every field of `sections` that decides a result."""
+    fields = {}
+    for section in sections:
+        values = getattr(config, section)
+        for name, info in type(values).model_fields.items():
+            if not (isinstance(info.json_schema_extra, dict) and info.json_schema_extra.get("how")):
+                fields[f"{section}.{name}"] = values.model_dump(mode="json")[name]
+    return fields
+
+
+class _PresetSource(PydanticBaseSettingsSource):
+    """The preset named by the flags, else the run's own `run.yaml`."""
+
+    def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
+        raise NotImplementedError  # asked for by the base class; __call__ answers for all fields at once
+
+    def __call__(self) -> dict[str, Any]:
+        flags = self.current_state
+        preset, run = flags.get("preset"), flags.get("run")
+        if preset is not None:
+            return read_preset(Path(preset))
+        if run is not None and (own := Path(run) / "run.yaml").exists():
+            return read_preset(own)
+        if run is not None:
+            raise ConfigError(f"{run} is a new run, so it needs a preset: --preset {' | '.join(known_presets())}")
+        return {}
+
+
+def known_presets() -> list[str]:
+    """The presets that come with the project, as paths to type."""
+    return [f"presets/{path.name}" for path in sorted(PRESETS.glob("*.yaml"))]
+
+
+def read_preset(path: Path) -> dict[str, Any]:
+    """The sections of a preset file.
+
+    Raises:
+        ConfigError: no such file, not YAML, or not a mapping of sections.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}). The presets here: {', '.join(known_presets())}"
+        ) from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {str(error).replace(chr(10), ' ')}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(values, dict) for values in content.values()):
+        raise ConfigError(f"{path}: a preset is a mapping of sections ({', '.join(section_names())}) to their fields")
+    return content
+
+
+def parse(argv: list[str] | None, description: str) -> tuple[Arguments, Config]:
+    """Resolve a stage's command line.
+
+    Returns:
+        The arguments and, apart from them, the configuration alone.
+
+    Raises:
+        ConfigError: unknown field (the nearest name is suggested), wrong value, or unreadable preset.
+        SystemExit: after `--help` (0).
+    """
+    parser = _Parser(
+        usage="%(prog)s --run DIR [--preset FILE] [--section.field VALUE ...]",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    flags = CliSettingsSource(
+        Arguments, root_parser=parser, parse_args_method=_Parser.parse_args, formatter_class=parser.formatter_class
+    )
+    try:
+        given = flags(args=sys.argv[1:] if argv is None else argv)()
+        arguments = Arguments(**given)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(error))) from None
+    config = Config.model_construct(**{name: getattr(arguments, name) for name in section_names()})
+    return arguments, config
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose complaint about an unknown flag names the nearest known one."""
+
+    def error(self, message: str) -> NoReturn:
+        lines = [message]
+        for unknown in re.findall(r"--[\w.-]+", message) if "unrecognized" in message else []:
+            known = [option for action in self._actions for option in action.option_strings]
+            if near := _nearest(unknown, known):
+                lines.append(f"{unknown}: did you mean {near}?")
+        raise ConfigError("\n".join([*lines, f"All flags: python {self.prog} --help"]))
+
+
+def _explain(error: ValidationError) -> Iterator[str]:
+    for problem in error.errors():
+        location = [str(part) for part in problem["loc"]]
+        dotted = ".".join(location)
+        if problem["type"] == "missing":
+            yield f"--{dotted} is required"
+        elif problem["type"] == "extra_forbidden":
+            known = section_names()
+            if len(location) > 1:
+                section = Config.model_fields[location[0]].annotation
+                known = [f"{location[0]}.{name}" for name in section.model_fields]  # type: ignore[union-attr]
+            near = _nearest(dotted, known)
+            yield f"{dotted}: no such field" + (f"; did you mean {near}?" if near else f"; known: {', '.join(known)}")
+        else:
+            yield f"{dotted}: {problem['msg']}, got {problem['input']!r}"
+
+
+def _nearest(name: str, known: list[str]) -> str | None:
+    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return matches[0] if matches else None

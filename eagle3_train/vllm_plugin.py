@@ -1,0 +1,62 @@
+"""Loaded in every vLLM process of this environment (entry point `vllm.general_plugins`).
+
+Registers the hidden-states connector, and carries the patches to vLLM: each with its reason, and the version
+that makes it unnecessary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+CONNECTOR = "Eagle3HiddenStatesConnector"
+
+
+def register() -> None:
+    """Entry point; vLLM calls it once or more in each process."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if CONNECTOR not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(CONNECTOR, "eagle3_train.connector", CONNECTOR)
+    _patch_cpu_expand()
+
+
+def _patch_cpu_expand() -> None:
+    """Give every request its own temperature on a CPU engine with speculative decoding.
+
+    vllm.utils.cpu_triton_utils._expand_kernel_impl fills an int64 COPY of its float output, so temperature, top-p
+    and top-k are uninitialised memory and sampling at temperature > 0 is garbage, without a sign of it.
+    Seen in vLLM 0.32.0 (CPU only); drop this when tests/test_engine.py passes without it.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.utils import cpu_triton_utils
+
+    cpu_triton_utils._expand_kernel_impl = expand_per_token
+
+
+def expand_per_token(
+    output: torch.Tensor,
+    input_val: torch.Tensor,
+    cu_num_tokens: torch.Tensor,
+    replace_from: Any,
+    replace_to: Any,
+    MAX_NUM_TOKENS: int | None = None,  # noqa: ARG001, N803 - the signature of the kernel it stands in for
+) -> None:
+    """Repeat each request's value for each of its tokens, in place.
+
+    Args:
+        output: [num_tokens], any dtype; written.
+        input_val: [num_requests], same dtype; `replace_from` is taken as `replace_to`.
+        cu_num_tokens: [num_requests] integer, cumulative number of tokens.
+    """
+    import torch
+
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    values = torch.where(input_val == replace_from, replace_to, input_val)
+    expanded = torch.repeat_interleave(values, counts)
+    output[: expanded.shape[0]].copy_(expanded)
