@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     ExampleHiddenStatesConnector,
     PendingSave,
     extract_from_kv_cache,
 )
+
+from eagle3_train.run import save_tensors
 
 
 class _AlreadyCopied:
@@ -89,16 +90,11 @@ class Eagle3HiddenStatesConnector(ExampleHiddenStatesConnector):
 
     def _write_tensors(self, tensors: dict[str, torch.Tensor], event: Any, filename: str, lock_fd: int | None) -> None:  # type: ignore[override]
         """Thread worker: wait for the copy, publish the file, release the lock."""
-        path, staging = Path(filename), Path(filename + ".tmp")
         try:
             event.synchronize()
-            states = tensors["hidden_states"].to(self._storage_dtype).contiguous()
-            save_file({**tensors, "hidden_states": states}, staging, metadata=self._header)
-            with staging.open("rb") as written:
-                os.fsync(written.fileno())
-            os.replace(staging, path)
+            states = tensors["hidden_states"].to(self._storage_dtype)
+            save_tensors(Path(filename), {**tensors, "hidden_states": states}, self._header)
         except BaseException as error:
-            staging.unlink(missing_ok=True)
             Path(filename + ".error").write_text(f"{type(error).__name__}: {error}")
             raise
         finally:

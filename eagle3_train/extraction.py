@@ -31,7 +31,7 @@ from eagle3_train.errors import PipelineError
 from eagle3_train.generation import SERVER_LOG, TRACES_FILE, SetAside, watch_server
 from eagle3_train.progress import bar
 from eagle3_train.prompts import PROMPTS_FILE
-from eagle3_train.run import ERRORS, JsonlLog, Result, Stage, check_set_aside, read_jsonl
+from eagle3_train.run import ERRORS, JsonlLog, Result, Stage, check_set_aside, read_jsonl, write_text
 
 if TYPE_CHECKING:
     import torch
@@ -101,6 +101,7 @@ def extract(stage: Stage) -> Result:
     check_set_aside("traces", set_aside, len(samples), settings.max_set_aside, errors_path)
     rows = {row["id"]: row for row in read_jsonl(index_path)}
     kept = [sample for sample in samples if sample.id in rows]
+    _rewrite_index(index_path, {sample.id: rows[sample.id] for sample in kept})
     publish(stage.folder, kept)
     return _summarise(kept, rows, {sample.id for sample in missing}, left_out, set_aside, seconds)
 
@@ -141,8 +142,6 @@ def _whole_shards(index_path: Path, shards: Path, samples: list[Sample]) -> dict
 
 
 def _rewrite_index(path: Path, rows: dict[str, dict[str, Any]]) -> None:
-    from eagle3_train.run import write_text
-
     write_text(path, "".join(json.dumps(row) + "\n" for row in rows.values()))
 
 
@@ -312,7 +311,6 @@ def check_states(
 def publish(folder: Path, samples: list[Sample]) -> None:
     """Build `dataset/` beside and put it in place: Arrow rows, train before val, and a numbered link for each."""
     import datasets
-    import torch
 
     ordered = [s for s in samples if s.split == "train"] + [s for s in samples if s.split == "val"]
     building = folder / f".{DATASET}.tmp"
@@ -340,7 +338,7 @@ def publish(folder: Path, samples: list[Sample]) -> None:
     datasets.disable_progress_bars()
     table = datasets.Dataset.from_list(list(rows()), features=features)
     # The form speculators' ArrowDataset compares with the shard's token ids.
-    table.set_format("torch", columns=["input_ids", "loss_mask", "seq_len"], dtype=torch.long)
+    table.set_format("torch", columns=["input_ids", "loss_mask", "seq_len"])
     table.save_to_disk(building)
     links = building / LINKS
     links.mkdir()
@@ -376,4 +374,4 @@ def _summarise(
     line = f"{len(kept)} samples ({train} train), {tokens} tokens, {size / 2**20:.0f} MiB; {set_aside} set aside"
     if new_tokens:
         line += f"; {new_tokens / seconds:.0f} tok/s"
-    return Result([INDEX, DATASET, SHARDS, ERRORS], summary, [line])
+    return Result([INDEX, DATASET, ERRORS], summary, [line], counted=[SHARDS])

