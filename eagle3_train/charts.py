@@ -17,7 +17,12 @@ def coverage(path: Path, cumulative: list[float], chosen: int, covered: float) -
     axes.plot(range(1, len(cumulative) + 1), [100 * share for share in cumulative], color=BLUE)
     axes.axvline(chosen, color=ORANGE, linestyle="--")
     axes.annotate(f"{chosen} tokens: {covered:.2%}", (chosen, 100 * covered), (-8, -24), color=ORANGE, ha="right")
-    _label(axes, "Draft vocabulary coverage", "tokens in the draft vocabulary, most frequent first", "supervised tokens [%]")
+    _label(
+        axes,
+        "Draft vocabulary coverage",
+        "tokens in the draft vocabulary, most frequent first",
+        "supervised tokens [%]",
+    )
     _save(figure, path)
 
 

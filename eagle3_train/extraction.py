@@ -184,7 +184,9 @@ async def _extract_all(
             for sample in queue:
                 for attempt in range(_ATTEMPTS):
                     try:
-                        row = await _extract_one(sample, client, server, folder, settings.request_timeout_s, layer_ids, hidden_size)
+                        row = await _extract_one(
+                            sample, client, server, folder, settings.request_timeout_s, layer_ids, hidden_size
+                        )
                     except SetAside as problem:
                         if attempt + 1 == _ATTEMPTS:
                             errors.append({"id": sample.id, "reason": problem.reason, "detail": problem.detail})

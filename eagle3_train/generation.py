@@ -210,9 +210,7 @@ def _trace(answer: Any, prompt_id: str, sampling: dict[str, Any], server: vllm.S
     }
 
 
-def _summarise(
-    stage: Stage, prompts: dict[str, Any], asked: set[str], set_aside: int, seconds: float
-) -> Result:
+def _summarise(stage: Stage, prompts: dict[str, Any], asked: set[str], set_aside: int, seconds: float) -> Result:
     reasons: Counter[str] = Counter()
     tokens = asked_tokens = thinking = 0
     lengths = []

@@ -77,7 +77,9 @@ HIDDEN = StageSpec(
     by_id=True,
     reads_verifier=True,
 )
-VOCAB = StageSpec("03_build_vocab_map.py", "03_vocab", needs=("02_hidden",), sections=("vocabulary",), reads_verifier=True)
+VOCAB = StageSpec(
+    "03_build_vocab_map.py", "03_vocab", needs=("02_hidden",), sections=("vocabulary",), reads_verifier=True
+)
 TRAIN = StageSpec(
     "04_train.py",
     "04_train",
@@ -211,7 +213,9 @@ class Stage:
                     " or use another --run."
                 )
             elif (stale := _changed_names(manifest["inputs"], inputs)) and not self.spec.by_id:
-                print(f"{', '.join(stale)} changed, so {self.spec.folder} is made again; set aside: {self._set_aside()}")
+                print(
+                    f"{', '.join(stale)} changed, so {self.spec.folder} is made again; set aside: {self._set_aside()}"
+                )
             elif manifest["state"] == "done" and not stale and not _changed_names(manifest["config"], settings):
                 damage = self._damage(manifest)
                 if damage is None:
@@ -481,7 +485,9 @@ def check_set_aside(what: str, set_aside: int, total: int, limit: float, errors:
         reasons: dict[str, int] = {}
         for row in read_jsonl(errors):
             reasons[row["reason"]] = reasons.get(row["reason"], 0) + 1
-        listed = "\n".join(f"  {count} x {reason}" for reason, count in sorted(reasons.items(), key=lambda r: -r[1])[:8])
+        listed = "\n".join(
+            f"  {count} x {reason}" for reason, count in sorted(reasons.items(), key=lambda r: -r[1])[:8]
+        )
         raise PipelineError(
             f"{set_aside} of {total} {what} had to be set aside, more than the {limit:.1%} the preset allows:\n"
             f"{listed}\nEach is listed in {errors}. What is good is kept; mend the cause and run this again."

@@ -1,9 +1,9 @@
 """Stage 04: speculators' Eagle3DraftModel, trained by its Trainer on the shards of stage 02.
 
-    04_train/checkpoints/<epoch>/    model.safetensors (fp32), config.json, optimizer, schedule, training_state.json
-    04_train/checkpoints/checkpoint_best -> <epoch> with the highest expected acceptance length on the validation split
-    04_train/metrics.jsonl           speculators' metrics of every logged step and every validation
-    04_train/curves.png
+04_train/checkpoints/<epoch>/    model.safetensors (fp32), config.json, optimizer, schedule, training_state.json
+04_train/checkpoints/checkpoint_best -> <epoch> with the highest expected acceptance length on the validation split
+04_train/metrics.jsonl           speculators' metrics of every logged step and every validation
+04_train/curves.png
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ models, so that a copy of the directory carries it along).
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -214,3 +215,24 @@ def special_token_ids(settings: Verifier) -> list[int]:
 def hub_name(settings: Verifier, recorded: str | None) -> str | None:
     """The verifier's name for a checkpoint or card: `recorded`, or its hub id, never a path of this machine."""
     return recorded or (None if settings.path == "tiny" or Path(settings.path).exists() else settings.path)
+
+
+def main() -> None:
+    """Make the verifier ready (the tiny one is built here) and say what it is; arguments as for any stage."""
+    from eagle3_train.config import parse
+
+    try:
+        _, config = parse(None, main.__doc__ or "")
+        settings = config.verifier
+        where, sizes = location(settings), text_config(settings)
+        print(
+            f"{where}: {sizes.num_hidden_layers} layers, hidden size {sizes.hidden_size}, "
+            f"vocabulary {sizes.vocab_size}; the draft reads layers {aux_layer_ids(settings)}"
+        )
+    except PipelineError as error:
+        print(f"\nverifier: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Sets up as run_pipeline.sh does, then checks style and types and runs the tests; arguments go to pytest.
+#
+#   bash tests/run.sh                     everything (vLLM servers included)
+#   bash tests/run.sh -m "not engine"     what needs no server
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source ./setup.sh
+set_up dev
+"$VENV_PYTHON" -m ruff check .
+"$VENV_PYTHON" -m ruff format --check .
+"$VENV_PYTHON" -m mypy
+exec "$VENV_PYTHON" -m pytest "$@"
