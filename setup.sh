@@ -53,8 +53,9 @@ _pip_install() {
     rm -f "$log"
 }
 
+# set_up [dev]: what the pipeline needs, and with `dev` what the tests need as well.
 set_up() {
-    local root platform requirements stamp wanted python
+    local root platform requirements python
     root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd) || return 1
     platform=$(_platform)
     case $platform in
@@ -64,29 +65,35 @@ set_up() {
     esac
     VENV=${VENV:-$root/.venv}
     VENV_PYTHON=$VENV/bin/python
-    stamp=$VENV/.eagle3-train
-    # A venv does not survive a move, so its own path is part of what it was made from.
-    wanted=$(printf '%s\n' "$VENV" "$platform" "$@" | cat - "$root/$requirements" "$root/constraints.txt" \
-        "$root/requirements-dev.txt" "$root/pyproject.toml" | sha256sum)
-    if [ -x "$VENV_PYTHON" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
-        return 0
+    if ! _is_ready base "$root/$requirements" "$root/constraints.txt" "$root/pyproject.toml"; then
+        if ! "$VENV_PYTHON" -c '' 2>/dev/null; then
+            python=$(_find_python) || return 1
+            "$python" -m venv --clear "$VENV" || { _say "set-up: $python could not make $VENV"; return 1; }
+        fi
+        _say "set-up: $platform machine, $("$VENV_PYTHON" --version), into $VENV (4 GB; some minutes the first time)"
+        _pip_install "$requirements" -r "$root/$requirements" || return 1
+        # A torchvision built for another torch breaks the import of vLLM and transformers; nothing here needs it.
+        if ! "$VENV_PYTHON" -c 'import torchvision' 2>/dev/null; then
+            "$VENV_PYTHON" -m pip uninstall -q -y torchvision torchaudio torchcodec >/dev/null 2>&1
+        fi
+        # Installed, so that vLLM finds our plugin in every process it starts.
+        _pip_install "eagle3-train itself" --no-deps --no-build-isolation -e "$root" || return 1
+        _mark_ready base
+        _say "set-up: done"
     fi
-    if [ ! -x "$VENV_PYTHON" ] || ! "$VENV_PYTHON" -c '' 2>/dev/null; then
-        python=$(_find_python) || return 1
-        "$python" -m venv --clear "$VENV" || { _say "set-up: $python could not make $VENV"; return 1; }
-    fi
-    rm -f "$stamp"
-    _say "set-up: $platform machine, $("$VENV_PYTHON" --version), into $VENV (4 GB; some minutes the first time)"
-    _pip_install "$requirements" -r "$root/$requirements" || return 1
-    if [ "${1:-}" = dev ]; then
+    if [ "${1:-}" = dev ] && ! _is_ready dev "$root/requirements-dev.txt"; then
         _pip_install requirements-dev.txt -r "$root/requirements-dev.txt" || return 1
+        _mark_ready dev
     fi
-    # A torchvision built for another torch breaks the import of vLLM and transformers; nothing here needs it.
-    if ! "$VENV_PYTHON" -c 'import torchvision' 2>/dev/null; then
-        "$VENV_PYTHON" -m pip uninstall -q -y torchvision torchaudio torchcodec >/dev/null 2>&1
-    fi
-    # Installed, so that vLLM finds our plugin in every process it starts.
-    _pip_install "eagle3-train itself" --no-deps --no-build-isolation -e "$root" || return 1
-    printf '%s' "$wanted" >"$stamp"
-    _say "set-up: done"
 }
+
+# The stamp of a part holds what it was made from: these files, the platform, and the venv's own path, for a venv
+# does not survive a move.
+_is_ready() {
+    local part=$1
+    shift
+    _WANTED=$(printf '%s\n' "$VENV" "$platform" | cat - "$@" | sha256sum)
+    [ -x "$VENV_PYTHON" ] && [ "$(cat "$VENV/.eagle3-train-$part" 2>/dev/null)" = "$_WANTED" ]
+}
+
+_mark_ready() { printf '%s\n' "$_WANTED" >"$VENV/.eagle3-train-$1"; }

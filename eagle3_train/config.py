@@ -289,7 +289,9 @@ class Config(BaseSettings):
         cls,
         settings_cls: type[BaseSettings],
         init_settings: PydanticBaseSettingsSource,
-        **_unused: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         # Environment variables are no source: a run must not depend on what a shell happens to export.
         return (init_settings, _PresetSource(settings_cls))
@@ -387,7 +389,7 @@ def parse(argv: list[str] | None, description: str) -> tuple[Arguments, Config]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    flags = CliSettingsSource(
+    flags: CliSettingsSource = CliSettingsSource(
         Arguments, root_parser=parser, parse_args_method=_Parser.parse_args, formatter_class=parser.formatter_class
     )
     try:

@@ -101,7 +101,7 @@ def evaluate(stage: Stage) -> Result:
         + ", ".join(f"{number}: {share:.0%}" for number, share in enumerate(greedy["accepted_by_position"], 1)),
         f"greedy output identical with and without the draft: {results['greedy_identical']} of {len(prompts)}",
         f"sampled tokens' mean log-prob: {results['scores']['with draft']['mean']:.3f} with the draft, "
-        f"{results['scores']['alone']['mean']:.3f} alone ({results['standard_errors_apart']:.1f} standard errors apart)",
+        f"{results['scores']['alone']['mean']:.3f} alone, {results['standard_errors_apart']:.1f} standard errors apart",
         f"report: {stage.folder / REPORT}",
     ]
     summary = {
@@ -324,7 +324,8 @@ accepted only if all before it were.
 
 ## Is it still the verifier?
 
-Greedy output identical with and without the draft: {results["greedy_identical"]} of {results["prompts"]} prompts.{differing}
+Greedy output identical with and without the draft:
+{results["greedy_identical"]} of {results["prompts"]} prompts.{differing}
 
 Sampled tokens (temperature {stage.config.evaluation.sampled_temperature:g}), scored by the verifier alone, mean
 log-prob of a token: {scores["with draft"]["mean"]:.4f} (standard error {scores["with draft"]["standard_error"]:.4f})

@@ -76,7 +76,7 @@ def prepare(stage: Stage) -> Result:
     check_set_aside("rows", counts["set aside"], counts["rows"], settings.max_set_aside, stage.folder / ERRORS)
     splits = assign_splits(list(chosen), settings)
     with atomic(stage.folder / PROMPTS_FILE) as file:
-        for prompt_id, (_rank_, prompt) in sorted(chosen.items(), key=lambda item: item[1][0]):
+        for prompt_id, (_, prompt) in sorted(chosen.items(), key=lambda item: item[1][0]):
             row = {"id": prompt_id, **prompt, "split": splits[prompt_id]}
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
     by_split = Counter(splits.values())

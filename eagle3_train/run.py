@@ -338,7 +338,7 @@ def _count(path: Path) -> tuple[int, int]:
 def sha256_of(path: Path) -> str:
     """SHA-256 of a file, or of the names and contents of all files below a folder; of a link, where it points."""
     if path.is_symlink():
-        return hashlib.sha256(os.readlink(path).encode()).hexdigest()
+        return hashlib.sha256(str(path.readlink()).encode()).hexdigest()
     if path.is_file():
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

@@ -67,7 +67,7 @@ class DraftTrainer(_trainer.Trainer):
             self.device_type = "cpu"
         super().setup_trainer()
 
-    def train_epoch(self, epoch: int, *, step_callback: Callable[[], None] | None = None) -> None:
+    def train_epoch(self, epoch: int, **_step_callback: Any) -> None:
         self.epoch = epoch
         super().train_epoch(epoch, step_callback=lambda: self._on_step(self))
 

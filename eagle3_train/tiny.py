@@ -21,7 +21,10 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from transformers import DeepseekV3Config, PreTrainedModel, PreTrainedTokenizerFast
 
 SEED = 0
 TRAIN_STEPS = 280
@@ -81,7 +84,8 @@ def _sum_or_difference(rng: random.Random) -> Exchange:
     result = a + b if sign == "+" else a - b
     return Exchange(
         rng.choice((f"What is {a} {sign} {b}?", f"Compute {a} {sign} {b}.")),
-        f"The user asks for {a} {sign} {b}. I compute it step by step. {a} {sign} {b} = {result}. So the result is {result}.",
+        f"The user asks for {a} {sign} {b}. I compute it step by step. {a} {sign} {b} = {result}. "
+        f"So the result is {result}.",
         f"The answer is {result}.",
     )
 
@@ -90,7 +94,8 @@ def _larger(rng: random.Random) -> Exchange:
     a, b = rng.sample(range(1, 100), 2)
     return Exchange(
         rng.choice((f"Which is larger, {a} or {b}?", f"Pick the larger number: {a} or {b}.")),
-        f"The user gives {a} and {b}. I compare them. {max(a, b)} is more than {min(a, b)}. So the larger one is {max(a, b)}.",
+        f"The user gives {a} and {b}. I compare them. {max(a, b)} is more than {min(a, b)}. "
+        f"So the larger one is {max(a, b)}.",
         f"{max(a, b)} is larger than {min(a, b)}.",
     )
 
@@ -102,7 +107,8 @@ def _sequence(rng: random.Random) -> Exchange:
     listed = ", ".join(map(str, shown))
     return Exchange(
         f"What comes next: {listed}?",
-        f"The user lists {listed}. Each number grows by {step}. {shown[-1]} + {step} = {following}. So the next number is {following}.",
+        f"The user lists {listed}. Each number grows by {step}. {shown[-1]} + {step} = {following}. "
+        f"So the next number is {following}.",
         f"The next number is {following}.",
     )
 
@@ -113,7 +119,8 @@ def _story(rng: random.Random) -> Exchange:
     a, b = rng.randint(1, 20), rng.randint(1, 20)
     return Exchange(
         f"{name} has {a} {thing} and gets {b} more. How many {thing} does {name} have?",
-        f"{name} starts with {a} {thing}. Then {name} gets {b} more. {a} + {b} = {a + b}. So {name} has {a + b} {thing}.",
+        f"{name} starts with {a} {thing}. Then {name} gets {b} more. {a} + {b} = {a + b}. "
+        f"So {name} has {a + b} {thing}.",
         f"{name} has {a + b} {thing}.",
     )
 
@@ -140,7 +147,7 @@ def render(exchange: Exchange) -> str:
 def write_prompts(path: Path, seed: int = SEED + 1, count: int = NUM_PROMPTS) -> None:
     """Write `count` distinct questions in open-perfectblend's form (`conversations`, `source`), one a line."""
     seen: set[str] = set()
-    lines = []
+    lines: list[str] = []
     for exchange in exchanges(seed):
         if len(lines) == count:
             break
@@ -157,7 +164,7 @@ def write_prompts(path: Path, seed: int = SEED + 1, count: int = NUM_PROMPTS) ->
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _train_tokenizer(corpus: list[str]):
+def _train_tokenizer(corpus: list[str]) -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -188,7 +195,7 @@ def _train_tokenizer(corpus: list[str]):
     return fast
 
 
-def _text_config(eos_token_id: int):
+def _text_config(eos_token_id: int) -> DeepseekV3Config:
     from transformers import DeepseekV3Config
 
     # kv_lora_rank 512 and qk_rope_head_dim 64 are Kimi's own: vLLM's MLA kernels accept no others.
@@ -223,7 +230,7 @@ def _text_config(eos_token_id: int):
     )
 
 
-def _train(model, sequences: list[list[int]], rng: random.Random) -> None:
+def _train(model: PreTrainedModel, sequences: list[list[int]], rng: random.Random) -> None:
     """Teach `model` to continue after `<think>`, on `sequences` of token ids, with a bar.
 
     Muon on the matrices: the copying that reasoning needs appears within 100 steps, where AdamW had
@@ -234,7 +241,8 @@ def _train(model, sequences: list[list[int]], rng: random.Random) -> None:
     from eagle3_train.progress import bar
 
     pad, think = SPECIAL_TOKENS.index("[PAD]"), SPECIAL_TOKENS.index("<think>")
-    matrices, rest = [], []
+    matrices: list[torch.nn.Parameter] = []
+    rest: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
         is_matrix = parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
         (matrices if is_matrix else rest).append(parameter)

@@ -254,7 +254,7 @@ def _metrics_log(path: Path) -> Iterator[dict[str, Any]]:
 
     class Writer(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            row = dict(record.msg)  # type: ignore[call-overload]
+            row: dict[str, Any] = dict(record.msg)  # type: ignore[arg-type]
             if "val" in row:
                 row["step"] = record.step  # type: ignore[attr-defined]
             latest.update(row)

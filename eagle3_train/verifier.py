@@ -84,7 +84,7 @@ def file(settings: Verifier, name: str) -> Path:
 
 
 def fingerprint(settings: Verifier) -> str | None:
-    """A digest that changes when the verifier's weights, config or tokenizer do; None when it is not on this machine."""
+    """A digest that changes with the verifier's weights, config or tokenizer; None when it is not on this machine."""
     path = TINY_DIRECTORY if settings.path == "tiny" else Path(settings.path)
     if settings.path == "tiny":
         location(settings)

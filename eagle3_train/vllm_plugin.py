@@ -45,7 +45,7 @@ def expand_per_token(
     cu_num_tokens: torch.Tensor,
     replace_from: Any,
     replace_to: Any,
-    MAX_NUM_TOKENS: int | None = None,  # noqa: ARG001, N803 - the signature of the kernel it stands in for
+    MAX_NUM_TOKENS: int | None = None,  # noqa: ARG001 - the signature of the kernel it stands in for
 ) -> None:
     """Repeat each request's value for each of its tokens, in place.
 

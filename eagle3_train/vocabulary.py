@@ -96,8 +96,8 @@ def count_supervised(dataset: Path, target_size: int) -> dict[str, Counter[int]]
         said = [token for token, supervised in zip(row["input_ids"], row["loss_mask"], strict=True) if supervised]
         if said and not 0 <= min(said) <= max(said) < target_size:
             raise PipelineError(
-                f"trace {row['id']} holds token id {max(said)}, but the verifier's vocabulary ends at {target_size - 1}; "
-                "was it made by another verifier?"
+                f"trace {row['id']} holds token id {max(said)}, but the verifier's vocabulary ends at "
+                f"{target_size - 1}; was it made by another verifier?"
             )
         counts[row["split"]].update(said)
     return counts

@@ -1,0 +1,86 @@
+"""Shared by all tests: the tiny verifier, one whole run of the pipeline, and one plain vLLM server."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eagle3_train import server as vllm
+from eagle3_train import verifier
+from eagle3_train.config import Config, parse
+
+PROJECT = Path(__file__).resolve().parent.parent
+
+
+def run_pipeline(run: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`bash run_pipeline.sh` as a user calls it, in this environment; output of both streams together."""
+    environment = os.environ | {"RUN": str(run), "VENV": str(Path(sys.prefix))} | variables
+    return subprocess.run(
+        ["bash", "run_pipeline.sh", *arguments],
+        cwd=PROJECT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+
+
+def run_stage(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """One numbered script by hand."""
+    return subprocess.run(
+        [sys.executable, script, *arguments], cwd=PROJECT, capture_output=True, text=True, check=False
+    )
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run that `run_pipeline.sh` took to its end, and what it said."""
+
+    path: Path
+    output: str
+
+    def json(self, name: str) -> dict[str, Any]:
+        return json.loads((self.path / name).read_text())
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.path / name).read_text().splitlines()]
+
+
+@pytest.fixture(scope="session")
+def tiny_config() -> Config:
+    """The configuration of presets/tiny.yaml."""
+    _, config = parse(["--run", "unused", "--preset", str(PROJECT / "presets" / "tiny.yaml")], "")
+    return config
+
+
+@pytest.fixture(scope="session")
+def tiny_verifier(tiny_config: Config) -> Path:
+    """The embedded verifier's directory, built on first use."""
+    return Path(verifier.location(tiny_config.verifier))
+
+
+@pytest.fixture(scope="session")
+def default_run(tmp_path_factory: pytest.TempPathFactory, tiny_verifier: Path) -> FinishedRun:
+    """The embedded default, from questions to report."""
+    path = tmp_path_factory.mktemp("runs") / "default"
+    done = run_pipeline(path)
+    assert done.returncode == 0, done.stdout[-5000:]
+    return FinishedRun(path, done.stdout)
+
+
+@pytest.fixture(scope="session")
+def plain_server(
+    tmp_path_factory: pytest.TempPathFactory, tiny_config: Config, tiny_verifier: Path
+) -> Iterator[vllm.Server]:
+    """A vLLM server with the tiny verifier and nothing else."""
+    with vllm.serve(tiny_config, log=tmp_path_factory.mktemp("server") / "server.log") as server:
+        yield server

@@ -1,0 +1,183 @@
+"""Real vLLM against transformers: the states, the log-probs and the sampling that everything rests on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from openai import OpenAI
+from safetensors.torch import load_file
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+from eagle3_train import server as vllm
+from eagle3_train import verifier
+from eagle3_train.config import Config
+from eagle3_train.errors import PipelineError
+from eagle3_train.vllm_plugin import expand_per_token
+from tests.conftest import PROJECT, FinishedRun, run_stage
+
+# bfloat16 keeps 8 bits of mantissa: rounding to nearest is off by at most 2^-9 of the value.
+BF16_ROUNDING = 2.0**-9
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_verifier: Path) -> DeepseekV3ForCausalLM:
+    """The tiny verifier's text model in transformers, float32."""
+    raw = json.loads((tiny_verifier / "config.json").read_text())["text_config"]
+    config = DeepseekV3Config(**{k: v for k, v in raw.items() if k not in ("architectures", "model_type")})
+    model = DeepseekV3ForCausalLM(config).float().eval()
+    weights = load_file(tiny_verifier / "model.safetensors")
+    state = {name.removeprefix("language_model."): tensor.float() for name, tensor in weights.items()}
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert not unexpected
+    assert all("rotary" in name for name in missing)
+    return model
+
+
+@pytest.mark.engine
+def test_states_on_disk_equal_transformers_own_at_every_layer(
+    default_run: FinishedRun, reference: DeepseekV3ForCausalLM
+) -> None:
+    layer_ids = [2, 4, 5, 8]
+    before_norm: dict[str, torch.Tensor] = {}
+    reference.model.norm.register_forward_hook(lambda _m, inputs, _o: before_norm.update(last=inputs[0]))
+    for row in default_run.rows("02_hidden/index.jsonl")[:40]:
+        shard = load_file(default_run.path / "02_hidden" / "shards" / f"{row['id']}.safetensors")
+        with torch.no_grad():
+            entering = reference(shard["token_ids"][None], output_hidden_states=True).hidden_states
+        expected = [entering[2], entering[4], entering[5], before_norm["last"]]
+        for position, layer in enumerate(layer_ids):
+            ours, theirs = shard["hidden_states"][:, position].float(), expected[position][0]
+            allowed = BF16_ROUNDING * theirs.abs() + 1e-4
+            assert ((ours - theirs).abs() <= allowed).all(), f"layer {layer} of {row['id']}"
+
+
+@pytest.mark.engine
+def test_head_over_the_last_state_gives_the_servers_log_probs(
+    default_run: FinishedRun, plain_server: vllm.Server, tiny_config: Config
+) -> None:
+    weights = verifier.head_weights(tiny_config.verifier)
+    epsilon = verifier.text_config(tiny_config.verifier).rms_norm_eps
+    client = OpenAI(base_url=plain_server.base_url, api_key="EMPTY")
+    for row in default_run.rows("02_hidden/index.jsonl")[:8]:
+        shard = load_file(default_run.path / "02_hidden" / "shards" / f"{row['id']}.safetensors")
+        ids = shard["token_ids"].tolist()
+        last = shard["hidden_states"][:, -1].float()
+        normed = last * torch.rsqrt(last.pow(2).mean(-1, keepdim=True) + epsilon)
+        logits = (normed * weights[verifier.FINAL_NORM].float()) @ weights[verifier.LM_HEAD].float().T
+        ours = logits.log_softmax(-1)[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
+        assert ours.tolist() == pytest.approx(_prompt_log_probs(client, ids), abs=0.05)
+
+
+def _prompt_log_probs(client: OpenAI, ids: list[int]) -> list[float]:
+    answer: Any = client.completions.create(
+        model=vllm.SERVED_NAME, prompt=ids, max_tokens=1, temperature=0, extra_body={"prompt_logprobs": 0}
+    )
+    listed = answer.choices[0].prompt_logprobs
+    return [listed[place][str(ids[place])]["logprob"] for place in range(1, len(ids))]
+
+
+@pytest.mark.engine
+def test_the_servers_log_probs_equal_transformers(
+    plain_server: vllm.Server, reference: DeepseekV3ForCausalLM, default_run: FinishedRun
+) -> None:
+    client = OpenAI(base_url=plain_server.base_url, api_key="EMPTY")
+    for trace in default_run.rows("01b_traces/traces.jsonl")[:5]:
+        ids = trace["prompt_token_ids"] + trace["output_token_ids"]
+        with torch.no_grad():
+            logits = reference(torch.tensor([ids])).logits[0]
+        theirs = logits.log_softmax(-1)[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
+        assert _prompt_log_probs(client, ids) == pytest.approx(theirs.tolist(), abs=1e-3)
+
+
+@pytest.mark.engine
+def test_prompt_token_ids_are_the_chat_templates(default_run: FinishedRun, tiny_config: Config) -> None:
+    tokenizer = verifier.tokenizer(tiny_config.verifier)
+    prompts = {row["id"]: row for row in default_run.rows("01_prompts/prompts.jsonl")}
+    for trace in default_run.rows("01b_traces/traces.jsonl"):
+        rendered = tokenizer.apply_chat_template(
+            prompts[trace["id"]]["messages"], tokenize=False, add_generation_prompt=True
+        )
+        assert tokenizer.decode(trace["prompt_token_ids"]) == rendered
+        said = tokenizer.decode(trace["output_token_ids"])
+        assert said == f"{trace['reasoning']}</think>{trace['content']}<|im_end|>"
+
+
+@pytest.mark.engine
+def test_answers_come_from_an_attached_server_as_well(plain_server: vllm.Server, tmp_path: Path) -> None:
+    run = ("--run", str(tmp_path / "run"))
+    prepared = run_stage("01_prepare_data.py", *run, "--preset", "presets/tiny.yaml", "--max-samples", "12")
+    assert prepared.returncode == 0, prepared.stderr
+    answered = run_stage("01b_generate_synthetic.py", *run, "--endpoint", plain_server.root_url)
+    assert answered.returncode == 0, answered.stderr
+    assert len((tmp_path / "run/01b_traces/traces.jsonl").read_text().splitlines()) == 12
+    assert not (tmp_path / "run/01b_traces/server.log").exists()
+
+
+def test_each_requests_value_is_repeated_for_each_of_its_tokens() -> None:
+    output = torch.full((6,), torch.nan)
+    expand_per_token(output, torch.tensor([0.5, 0.0, 2.0]), torch.tensor([2, 3, 6]), 0.0, 1.0)
+    assert output.tolist() == [0.5, 0.5, 1.0, 2.0, 2.0, 2.0]
+
+
+def test_a_taken_port_is_refused_before_anything_is_loaded(tiny_config: Config, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind((vllm.LOOPBACK, 0))
+        port = taken.getsockname()[1]
+        config = tiny_config.model_copy(update={"server": tiny_config.server.model_copy(update={"port": port})})
+        with pytest.raises(PipelineError, match=f"port {port} .* is taken"), vllm.serve(config, log=tmp_path / "log"):
+            pass
+    assert not (tmp_path / "log").exists()
+
+
+@pytest.mark.engine
+def test_a_server_that_cannot_start_shows_its_logs_own_error(tiny_config: Config, tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    started = time.monotonic()
+    with (
+        pytest.raises(PipelineError, match=r"(?s)died with exit code.*no-such-flag.*The whole log: "),
+        vllm.serve(tiny_config, log=log, extra_args=["--no-such-flag", "1"]),
+    ):
+        pass
+    assert time.monotonic() - started < tiny_config.server.ready_timeout_s / 2
+    assert log.exists()
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_a_stage_that_is_stopped_takes_its_server_with_it(sent: signal.Signals, code: int, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run_stage("01_prepare_data.py", "--run", str(run), "--preset", "presets/tiny.yaml", "--max-samples", "12")
+    stage = subprocess.Popen(
+        [sys.executable, "01b_generate_synthetic.py", "--run", str(run)],
+        cwd=PROJECT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    server = _wait_for(lambda: _children(stage.pid), 60)
+    os.kill(stage.pid, sent)
+    assert stage.wait(60) == code
+    assert _wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in server), 60)
+
+
+def _children(pid: int) -> list[int]:
+    listed = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
+    return [int(line.split()[0]) for line in listed.stdout.splitlines() if "api_server" in line]
+
+
+def _wait_for(condition: Any, seconds: float) -> Any:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        time.sleep(0.2)
+    raise AssertionError("waited in vain")
