@@ -8,6 +8,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 INK, BLUE, ORANGE, GREEN = "#333333", "#2b6cb0", "#dd6b20", "#2f855a"
+COLOURS = (BLUE, ORANGE, GREEN)
+_OFFSET: dict[str, Any] = {"textcoords": "offset points", "color": INK}
 
 
 def coverage(path: Path, cumulative: list[float], chosen: int, covered: float) -> None:
@@ -16,7 +18,7 @@ def coverage(path: Path, cumulative: list[float], chosen: int, covered: float) -
     axes = figure.subplots()
     axes.plot(range(1, len(cumulative) + 1), [100 * share for share in cumulative], color=BLUE)
     axes.axvline(chosen, color=ORANGE, linestyle="--")
-    axes.annotate(f"{chosen} tokens: {covered:.2%}", (chosen, 100 * covered), (-8, -24), color=ORANGE, ha="right")
+    axes.annotate(f"{chosen} tokens: {covered:.2%}", (chosen, 100 * covered), (-8, -24), ha="right", **_OFFSET)
     _label(
         axes,
         "Draft vocabulary coverage",
@@ -43,27 +45,59 @@ def training(
     _save(figure, path)
 
 
-def acceptance(path: Path, measured: dict[str, dict[str, Any]], draft_tokens: int) -> None:
-    """Mean acceptance length of each way of decoding, and the share of drafts accepted up to each position."""
+def by_position(path: Path, measured: dict[str, dict[str, Any]], draft_tokens: int) -> None:
+    """Mean acceptance length of each way of decoding, and the share of steps that accepted each position."""
     figure = Figure(figsize=(10, 3.8))
     left, right = figure.subplots(1, 2, width_ratios=(1, 2))
-    names = list(measured)
     lengths = [values["mean_acceptance_length"] for values in measured.values()]
-    bars = left.bar(names, lengths, color=[BLUE, ORANGE, GREEN][: len(names)], width=0.6)
-    left.bar_label(bars, [f"{length:.2f}" for length in lengths])
+    errors = [[abs(v["mean_acceptance_length"] - v["interval"][side]) for v in measured.values()] for side in (0, 1)]
+    bars = left.bar(list(measured), lengths, yerr=errors, color=COLOURS[: len(measured)], width=0.6, ecolor=INK)
+    left.bar_label(bars, [f"{length:.2f}" for length in lengths], label_type="center", color="white")
     left.axhline(1, color=INK, linestyle=":", linewidth=1)
     left.set_ylim(0, 1.15 + draft_tokens)
     _label(left, "Mean acceptance length", "1 = no draft", "tokens per verifier step")
-    width = 0.8 / len(names)
-    for number, (name, values) in enumerate(zip(names, measured.values(), strict=True)):
-        places = [position + 1 + (number - (len(names) - 1) / 2) * width for position in range(draft_tokens)]
+    width = 0.8 / len(measured)
+    for number, (way, values) in enumerate(measured.items()):
+        places = [place + 1 + (number - (len(measured) - 1) / 2) * width for place in range(draft_tokens)]
         shares = [100 * share for share in values["accepted_by_position"]]
-        bars = right.bar(places, shares, width=width, color=(BLUE, ORANGE, GREEN)[number % 3], label=name)
+        bars = right.bar(places, shares, width=width, color=COLOURS[number % len(COLOURS)], label=way)
         right.bar_label(bars, [f"{share:.0f}" for share in shares], fontsize=8)
     right.set_xticks(range(1, draft_tokens + 1))
-    right.set_ylim(0, 105)
-    right.legend(frameon=False)
+    right.set_ylim(0, 115)
+    right.legend(frameon=False, loc="upper right", ncols=len(measured))
     _label(right, "Accepted by position", "draft token", "steps in which it was accepted [%]")
+    _save(figure, path)
+
+
+def by_context(path: Path, measured: dict[str, dict[int, dict[str, Any]]], bucket: int, draft_tokens: int) -> None:
+    """Mean acceptance length against the position in the context, a line for each way of decoding."""
+    figure = Figure(figsize=(6, 3.8))
+    axes = figure.subplots()
+    for colour, (way, parts) in zip(COLOURS, measured.items(), strict=False):
+        places = [start + bucket / 2 for start in parts]
+        axes.plot(places, [v["mean_acceptance_length"] for v in parts.values()], marker="o", color=colour, label=way)
+    axes.axhline(1, color=INK, linestyle=":", linewidth=1)
+    axes.set_ylim(0.9, 1.1 + draft_tokens)
+    axes.legend(frameon=False)
+    _label(axes, "Acceptance along the context", f"context position [tokens], buckets of {bucket}", "tokens per step")
+    _save(figure, path)
+
+
+def speed_up(path: Path, load: dict[str, dict[str, dict[str, float]]]) -> None:
+    """Output tokens a second with and without the draft, and their ratio, by requests in flight."""
+    figure = Figure(figsize=(6, 3.8))
+    axes = figure.subplots()
+    concurrency = [number for number in load["with draft"] if number in load["alone"]]
+    for number, (name, colour) in enumerate((("alone", ORANGE), ("with draft", BLUE))):
+        places = [place + (number - 0.5) * 0.38 for place in range(len(concurrency))]
+        axes.bar(places, [load[name][c]["output_throughput"] for c in concurrency], 0.38, color=colour, label=name)
+    for place, c in enumerate(concurrency):
+        ours, theirs = (load[name][c]["output_throughput"] for name in ("with draft", "alone"))
+        axes.annotate(f"{ours / theirs:.2f}x", (place, max(ours, theirs)), (0, 4), ha="center", **_OFFSET)
+    axes.set_xticks(range(len(concurrency)), concurrency)
+    axes.margins(y=0.15)
+    axes.legend(frameon=False)
+    _label(axes, "Speed under load", "requests in flight", "output tokens a second")
     _save(figure, path)
 
 

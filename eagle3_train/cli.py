@@ -8,18 +8,29 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from eagle3_train.config import parse
-from eagle3_train.errors import GateFailed, PipelineError, Terminated
-from eagle3_train.run import Result, Run, Stage, StageSpec, record_timing
+from eagle3_train.config import Config, parse
+from eagle3_train.errors import PipelineError, Terminated
+from eagle3_train.run import STAGES, Result, Run, Stage, StageSpec, record_timing
 
 
-def stage_main(spec: StageSpec, work: Callable[[Stage], Result], description: str | None) -> NoReturn:
-    """Parse the arguments, skip or do the stage's `work`, keep its manifest and timing, exit with its code."""
+def stage_main(
+    spec: StageSpec,
+    work: Callable[[Stage], Result],
+    description: str | None,
+    *,
+    choose: Callable[[Config], StageSpec] | None = None,
+    afterwards: Callable[[Stage], None] | None = None,
+) -> NoReturn:
+    """Parse the arguments, skip or do the stage's `work`, keep its manifest and timing, exit with its code.
+
+    `choose` picks another spec by the configuration; `afterwards` is called on the finished stage, also when it was
+    done already.
+    """
     signal.signal(signal.SIGTERM, _terminate)
     # A closed terminal must stop the server we started just as well.
     signal.signal(signal.SIGHUP, _terminate)
     try:
-        sys.exit(_run_stage(spec, work, description or ""))
+        sys.exit(_run_stage(spec, work, description or "", choose, afterwards))
     except PipelineError as error:
         print(f"\n{spec.script}: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
@@ -35,33 +46,45 @@ def _terminate(*_signal: object) -> NoReturn:
     raise Terminated
 
 
-def _run_stage(spec: StageSpec, work: Callable[[Stage], Result], description: str) -> int:
+def _run_stage(
+    spec: StageSpec,
+    work: Callable[[Stage], Result],
+    description: str,
+    choose: Callable[[Config], StageSpec] | None,
+    afterwards: Callable[[Stage], None] | None,
+) -> int:
     arguments, config = parse(None, description)
+    spec = choose(config) if choose else spec
     run = Run(arguments.run, config)
     stage = Stage(run, spec)
     with stage.locked():
-        if not stage.begin(force=arguments.force):
+        if stage.begin(force=arguments.force):
+            _work(stage, work)
+        else:
             manifest = stage.manifest or {}
             print(f"{spec.folder}: done already ({_brief(manifest['summary'])})")
-            return 0
-        for line in run.keep_config():
-            print(f"run.yaml: {line}")
-        started = time.monotonic()
-        try:
-            result = work(stage)
-        except GateFailed as failure:
-            record_timing(run, spec, "gate failed", time.monotonic() - started, {})
-            raise failure
-        except BaseException as error:
-            record_timing(run, spec, type(error).__name__, time.monotonic() - started, {})
-            raise
-        stage.finish(result)
-        seconds = time.monotonic() - started
-        record_timing(run, spec, "done", seconds, result.summary)
-        for line in result.lines:
-            print(line)
-        print(f"{spec.folder}: done in {seconds:.0f} s")
+        if afterwards is not None:
+            afterwards(stage)
     return 0
+
+
+def _work(stage: Stage, work: Callable[[Stage], Result]) -> None:
+    run, spec = stage.run, stage.spec
+    # What measures someone else's draft is not part of the pipeline, and must not change what the run is.
+    for line in run.keep_config() if spec.folder in STAGES else []:
+        print(f"run.yaml: {line}")
+    started = time.monotonic()
+    try:
+        result = work(stage)
+    except BaseException as error:
+        record_timing(run, spec, type(error).__name__, time.monotonic() - started, {})
+        raise
+    stage.finish(result)
+    seconds = time.monotonic() - started
+    record_timing(run, spec, "done", seconds, result.summary)
+    for line in result.lines:
+        print(line)
+    print(f"{spec.folder}: done in {seconds:.0f} s")
 
 
 def _brief(summary: dict[str, Any]) -> str:

@@ -230,18 +230,39 @@ class Export(Section):
     format: Literal["flat", "speculators"] = "flat"
     """flat is LlamaForCausalLMEagle3, read by vLLM and SGLang; speculators keeps its own nested config."""
     verifier_name: str | None = None
-    """Name of the verifier to record, its hub id; null takes the last part of verifier.path."""
+    """Hub id of the verifier to record; null takes verifier.path where that is a hub id."""
+    keep_embeddings: bool = False
+    """Put the verifier's embedding into the checkpoint; vLLM shares the verifier's own without it (2.35 GB saved)."""
+    license: str = "other"
+    """Licence named in the model card."""
+    push_to: str | None = how(None)
+    """Hub id (owner/name) to upload the finished checkpoint to, as a private repository; null keeps it here."""
 
 
 class Evaluation(Section):
     """Stage 06: the draft on a live vLLM."""
 
+    draft: str | None = None
+    """Directory or hub id of another draft to measure instead of 05's, in a folder of its own."""
+    endpoint: str | None = how(None)
+    """Base URL of a running server with the draft (started with --per-request-spec-decode-metrics detailed)."""
+    endpoint_alone: str | None = how(None)
+    """Base URL of a running server with the verifier alone."""
+    prompt_sets: list[str] = ["eval"]
+    """What is asked: eval (the run's held-out split), a local file of prompts, or mt_bench, gsm8k, humaneval, math500,
+    aime, ceval (from data/benchmarks/NAME.* or the hub)."""
     max_prompts: int = Field(64, ge=1)
-    """Held-out prompts asked."""
+    """Prompts asked of each set."""
     max_tokens: int = Field(4096, ge=1)
     """Longest output [tokens]."""
-    draft_tokens: int = Field(3, ge=1)
+    draft_tokens: int = Field(3, ge=1, le=16)
     """Tokens the draft proposes a step."""
+    sweep: list[int] = []
+    """Further numbers of draft tokens to measure, each on a server of its own, e.g. [1, 2, 4, 5, 6, 7]."""
+    load_concurrency: list[int] = [1, 8, 16, 64]
+    """Requests in flight at which speed is measured with and without the draft, by vLLM's own benchmark."""
+    load_prompts: int = Field(64, ge=1)
+    """Requests of each speed measurement."""
     sampled_temperature: float = Field(1.0, gt=0)
     """Acceptance is measured greedily and at this temperature."""
     concurrency: int = how(16, ge=1)
@@ -252,7 +273,7 @@ class Evaluation(Section):
     """Share of prompts whose greedy output must equal the verifier's alone; below it exit code 3. In bf16 on a GPU a
     near tie may fall the other way in another batch."""
     server_args: list[str] = how([])
-    """Further arguments of the vLLM server with the draft."""
+    """Further arguments of this stage's vLLM servers, with and without the draft."""
 
 
 class Config(BaseSettings):

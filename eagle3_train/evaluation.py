@@ -1,172 +1,213 @@
-"""Stage 06: the draft on a live vLLM, on prompts that nothing was trained on.
+"""Stage 06: a draft on a live vLLM, on prompts that nothing was trained on.
 
-With the draft, then without it: the same prompts, greedily and sampled. What is shown:
+With the draft, then without it: the same prompts, greedily and sampled, then the same load. What is shown:
 
-- mean acceptance length = 1 + accepted / drafts, and the share of drafts accepted up to each position, as
-  differences of vLLM's own counters (`/metrics`) around each measurement;
+- mean acceptance length and acceptance by position, by prompt set, by context position, in thinking and in the answer;
 - greedy output equals the verifier's alone, token by token;
 - sampled output is the verifier's distribution: its tokens, scored by the verifier without the draft, are as likely
-  as the verifier's own samples.
+  as the verifier's own samples;
+- tokens a second and time between tokens at several concurrencies, by vLLM's own benchmark.
+
+Each server's measurements are kept in `measurements/` as soon as they are made: a rerun measures only what is missing.
 """
 
 from __future__ import annotations
 
 import asyncio
-import csv
+import contextlib
+import dataclasses
+import functools
 import json
 import math
 import statistics
 import time
 import urllib.request
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
-from eagle3_train import charts
+from eagle3_train import acceptance, load_test, prompt_sets, report, verifier
 from eagle3_train import server as vllm
+from eagle3_train.acceptance import Output
 from eagle3_train.config import Config
 from eagle3_train.errors import GateFailed, PipelineError
 from eagle3_train.generation import SERVER_LOG, watch_server
 from eagle3_train.progress import bar
-from eagle3_train.prompts import PROMPTS_FILE
-from eagle3_train.run import Result, Stage, atomic, hardware, read_jsonl, versions, write_text
+from eagle3_train.run import EVALUATE, Result, Stage, StageSpec, hardware, versions, write_text
 
-REPORT, TABLE, RESULTS, PICTURE = "report.md", "acceptance.csv", "results.json", "acceptance.png"
+MEASUREMENTS, RESULTS = "measurements", "results.json"
 GREEDY, SAMPLED = "greedy", "sampled"
 # Two sets of samples of one distribution differ by more than this many standard errors once in 15,000 times.
 _MAX_STANDARD_ERRORS = 4.0
+# The last answers may reach us a moment before vLLM counts them.
+_COUNTERS_SETTLE_S = 5.0
+
+Prompts = dict[str, list[dict[str, Any]]]
 
 
-@dataclass(frozen=True)
-class Output:
-    """One answer: the prompt's and the output's token ids, as the server says them."""
-
-    prompt_ids: list[int]
-    output_ids: list[int]
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """All prompts asked once.
-
-    Attributes:
-        outputs: prompt id -> answer.
-        tokens_per_s: output tokens by wall time.
-        drafts: verifier steps that had a draft to check.
-        accepted: draft tokens accepted, by position.
-    """
-
-    outputs: dict[str, Output]
-    tokens_per_s: float
-    drafts: int
-    accepted: list[int]
-
-    @property
-    def acceptance(self) -> dict[str, Any]:
-        return {
-            "mean_acceptance_length": 1 + sum(self.accepted) / self.drafts,
-            "accepted_by_position": [count / self.drafts for count in self.accepted],
-            "drafts": self.drafts,
-        }
+def spec(config: Config) -> StageSpec:
+    """Stage 06 of this run's own draft, or of another draft in a folder of its own."""
+    if config.evaluation.draft is None:
+        return EVALUATE
+    name = Path(config.evaluation.draft.rstrip("/")).name
+    return dataclasses.replace(EVALUATE, folder=f"{EVALUATE.folder}_{name}", needs=("01_prompts",))
 
 
 def evaluate(stage: Stage) -> Result:
     """Measure, compare, report, and hold the result against the preset's floors."""
     config, settings = stage.config, stage.config.evaluation
-    draft = stage.input("05_export")
-    rows = read_jsonl(stage.input("01_prompts") / PROMPTS_FILE)
-    prompts = [row for row in rows if row["split"] == "eval"][: settings.max_prompts]
-    if not prompts:
-        raise PipelineError("there is no prompt in the eval split")
-    log = stage.folder / SERVER_LOG
-    temperatures = {GREEDY: 0.0, SAMPLED: settings.sampled_temperature}
-    with vllm.serve(config, log=log, extra_args=vllm.draft_args(config, draft), what="verifier + draft") as server:
-        drafted = {way: measure(server, prompts, t, config, f"06 {way}, draft") for way, t in temperatures.items()}
-    with vllm.serve(config, log=log, what="verifier alone") as server:
-        alone = {way: measure(server, prompts, t, config, f"06 {way}, alone") for way, t in temperatures.items()}
-        scores = {
-            "with draft": score(server, drafted[SAMPLED].outputs, config, "06 scoring, draft"),
-            "alone": score(server, alone[SAMPLED].outputs, config, "06 scoring, alone"),
-        }
-    results = compare(drafted, alone, scores)
-    results |= {"prompts": len(prompts), "draft_tokens": settings.draft_tokens}
-    results |= {"hardware": hardware(), "versions": versions(), "date": time.strftime("%Y-%m-%d")}
-    _write(stage, results)
-    _check_gates(results, config)
-    greedy = results["acceptance"][GREEDY]
-    lines = [
-        f"mean acceptance length {greedy['mean_acceptance_length']:.2f} greedy, "
-        f"{results['acceptance'][SAMPLED]['mean_acceptance_length']:.2f} sampled "
-        f"(ceiling {1 + settings.draft_tokens}), {settings.draft_tokens} draft tokens, {len(prompts)} held-out prompts",
-        "accepted by position, greedy: "
-        + ", ".join(f"{number}: {share:.0%}" for number, share in enumerate(greedy["accepted_by_position"], 1)),
-        f"greedy output identical with and without the draft: {results['greedy_identical']} of {len(prompts)}",
-        f"sampled tokens' mean log-prob: {results['scores']['with draft']['mean']:.3f} with the draft, "
-        f"{results['scores']['alone']['mean']:.3f} alone, {results['standard_errors_apart']:.1f} standard errors apart",
-        f"report: {stage.folder / REPORT}",
-    ]
-    summary = {
-        "prompts": len(prompts),
-        "mean_acceptance_length": round(greedy["mean_acceptance_length"], 4),
-        "greedy_identical": results["greedy_identical"],
-        "tokens_per_s_with_draft": results["tokens_per_s"]["with draft"],
-        "tokens_per_s_alone": results["tokens_per_s"]["alone"],
+    draft = settings.draft or str(stage.input("05_export"))
+    prompts = {name: prompt_sets.load(stage, name, settings.max_prompts) for name in settings.prompt_sets}
+    drafted = _measured(stage, "with_draft", lambda: _with_draft(stage, draft, prompts, settings.draft_tokens))
+    alone = _measured(stage, "alone", lambda: _alone(stage, prompts, drafted))
+    sweep = {
+        count: _measured(stage, f"draft_tokens_{count}", functools.partial(_one_of_sweep, stage, draft, prompts, count))
+        for count in settings.sweep
+        if count != settings.draft_tokens
     }
-    return Result([RESULTS, TABLE, REPORT, PICTURE], summary, lines)
+    results = compare(drafted, alone, sweep, _think_end(config), settings.draft_tokens)
+    results |= {
+        "draft": settings.draft or "05_export",
+        "prompts": {name: len(rows) for name, rows in prompts.items()},
+        "hardware": hardware(),
+        "versions": versions(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    write_text(stage.folder / RESULTS, json.dumps(results, indent=1) + "\n")
+    report.write(stage, results)
+    if failures := gate_failures(results, config):
+        raise GateFailed("\n\n".join([*failures, report.diagnosis(stage, results)]))
+    summary = {
+        "mean_acceptance_length": round(results["overall"][GREEDY]["mean_acceptance_length"], 4),
+        "greedy_identical": results["greedy_identical"],
+        "prompts": sum(len(rows) for rows in prompts.values()),
+    }
+    return Result([RESULTS, *report.FILES], summary, report.lines(stage, results))
 
 
-def measure(
-    server: vllm.Server, prompts: list[dict[str, Any]], temperature: float, config: Config, label: str
-) -> Measurement:
-    """Ask every prompt once, after an untimed one that warms the server up.
+def _measured(stage: Stage, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """A server's measurements: those of an earlier attempt, or made now and kept."""
+    path = stage.folder / MEASUREMENTS / f"{name}.json"
+    if path.exists():
+        print(f"{name}: measured by an earlier attempt")
+    else:
+        write_text(path, json.dumps(measure()))
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+@contextlib.contextmanager
+def _server(stage: Stage, endpoint: str | None, extra: list[str], what: str) -> Iterator[vllm.Server]:
+    if endpoint:
+        yield vllm.attach(endpoint)
+        return
+    arguments = [*extra, *stage.config.evaluation.server_args]
+    with vllm.serve(stage.config, log=stage.folder / SERVER_LOG, extra_args=arguments, what=what) as server:
+        yield server
+
+
+def _with_draft(stage: Stage, draft: str, prompts: Prompts, draft_tokens: int) -> dict[str, Any]:
+    settings = stage.config.evaluation
+    extra = vllm.draft_args(draft, draft_tokens)
+    with _server(stage, settings.endpoint, extra, "verifier + draft") as server:
+        return {
+            "outputs": _ask_every_way(server, prompts, stage.config, "draft", drafts=True),
+            "load": _load(server, stage, prompts, "with_draft", settings.load_concurrency),
+        }
+
+
+def _alone(stage: Stage, prompts: Prompts, drafted: dict[str, Any]) -> dict[str, Any]:
+    config, settings = stage.config, stage.config.evaluation
+    with _server(stage, settings.endpoint_alone, [], "verifier alone") as server:
+        outputs = _ask_every_way(server, prompts, config, "alone", drafts=False)
+        scores = {
+            name: score(server, _flat(of, SAMPLED), config, f"06 scoring, {name}")
+            for name, of in (("with draft", drafted["outputs"]), ("alone", outputs))
+        }
+        load = _load(server, stage, prompts, "alone", settings.load_concurrency)
+    return {"outputs": outputs, "scores": scores, "load": load}
+
+
+def _one_of_sweep(stage: Stage, draft: str, prompts: Prompts, draft_tokens: int) -> dict[str, Any]:
+    settings = stage.config.evaluation
+    extra = vllm.draft_args(draft, draft_tokens)
+    with _server(stage, None, extra, f"{draft_tokens} draft tokens") as server:
+        label = f"{draft_tokens} tokens"
+        outputs = {
+            n: {GREEDY: ask(server, rows, 0.0, stage.config, f"06 {n}, {label}", drafts=True)}
+            for n, rows in prompts.items()
+        }
+        load = _load(server, stage, prompts, f"draft_tokens_{draft_tokens}", settings.load_concurrency[:1])
+    return {"outputs": outputs, "load": load}
+
+
+def _ask_every_way(
+    server: vllm.Server, prompts: Prompts, config: Config, what: str, *, drafts: bool
+) -> dict[str, dict[str, dict[str, Any]]]:
+    ways = {GREEDY: 0.0, SAMPLED: config.evaluation.sampled_temperature}
+    return {
+        name: {
+            way: ask(server, rows, temperature, config, f"06 {name}, {way}, {what}", drafts=drafts)
+            for way, temperature in ways.items()
+        }
+        for name, rows in prompts.items()
+    }
+
+
+def ask(
+    server: vllm.Server, prompts: list[dict[str, Any]], temperature: float, config: Config, label: str, *, drafts: bool
+) -> dict[str, dict[str, Any]]:
+    """Every prompt's answer, as an `Output`'s fields by prompt id, after an uncounted first one that warms up.
 
     Raises:
-        PipelineError: a request failed; a figure over a part of the prompts would mislead.
+        PipelineError: a request failed, the server keeps no record of its steps, or it was restarted or used by
+            others in between: figures over a part of the truth would mislead.
     """
     settings = config.evaluation
     outputs: dict[str, Output] = {}
 
-    async def ask_all() -> float:
-        client = _client(server, config)
-
-        async def ask(prompt: dict[str, Any]) -> Output:
-            answer = await client.chat.completions.create(
-                model=server.model,
-                messages=prompt["messages"],
-                temperature=temperature,
-                max_tokens=settings.max_tokens,
-                seed=int(prompt["id"][:8], 16) % 2**31,
-                extra_body={"return_token_ids": True},
+    async def request(client: Any, prompt: dict[str, Any]) -> Output:
+        answer = await client.chat.completions.create(
+            model=server.model,
+            messages=prompt["messages"],
+            temperature=temperature,
+            max_tokens=settings.max_tokens,
+            seed=int(prompt["id"][:8], 16) % 2**31,
+            extra_body={"return_token_ids": True},
+        )
+        extra = answer.model_extra or {}
+        steps = (extra.get("metrics") or {}).get("speculative_decoding") or {}
+        ids = answer.choices[0].model_extra["token_ids"]
+        # An answer of one or two tokens may end without a verifier step.
+        if drafts and len(ids) > 2 and not steps.get("per_step_accepted"):
+            raise PipelineError(
+                f"{server.base_url} keeps no record of its verifier steps: it runs without a draft, or without "
+                "--per-request-spec-decode-metrics detailed"
             )
-            return Output(answer.model_extra["prompt_token_ids"], answer.choices[0].model_extra["token_ids"])
+        return Output(
+            extra["prompt_token_ids"], ids, steps.get("per_step_accepted") or [], steps.get("per_step_drafted") or []
+        )
 
-        async def ask_one(prompt: dict[str, Any]) -> None:
-            outputs[prompt["id"]] = await ask(prompt)
+    async def ask_all(client: Any) -> None:
+        async def one(prompt: dict[str, Any]) -> None:
+            outputs[prompt["id"]] = await request(client, prompt)
 
-        await ask(prompts[0])
-        before.update(_counters(server))
-        started = time.monotonic()
-        await _for_each(server, prompts, ask_one, settings.concurrency, label)
-        elapsed = time.monotonic() - started
-        await client.close()
-        return elapsed
+        await request(client, prompts[0])
+        await asyncio.sleep(0.5)
+        before.update(counters(server))
+        await _for_each(server, prompts, one, settings.concurrency, label)
 
     before: dict[str, float] = {}
-    seconds = _run(ask_all(), server)
-    after = _counters(server)
-    difference = {name: value - before.get(name, 0) for name, value in after.items()}
-    accepted = [int(difference.get(f"position {place}", 0)) for place in range(settings.draft_tokens)]
-    tokens = sum(len(output.output_ids) for output in outputs.values())
-    return Measurement(outputs, tokens / seconds, int(difference.get("drafts", 0)), accepted)
+    _run(ask_all, server, config)
+    _check_undisturbed(server, before, list(outputs.values()), drafts=drafts)
+    return {prompt_id: dataclasses.asdict(output) for prompt_id, output in outputs.items()}
 
 
-def score(server: vllm.Server, outputs: dict[str, Output], config: Config, label: str) -> list[float]:
-    """Mean log-prob that the verifier alone gives each answer's tokens, one figure an answer."""
+def score(server: vllm.Server, outputs: list[Output], config: Config, label: str) -> list[float]:
+    """Mean log-prob that `server`'s verifier gives each answer's tokens, one figure an answer."""
     means: list[float] = []
 
-    async def score_all() -> None:
-        client = _client(server, config)
-
-        async def score_one(output: Output) -> None:
+    async def score_all(client: Any) -> None:
+        async def one(output: Output) -> None:
             answer = await client.completions.create(
                 model=server.model,
                 prompt=output.prompt_ids + output.output_ids,
@@ -179,69 +220,213 @@ def score(server: vllm.Server, outputs: dict[str, Output], config: Config, label
             # A log-prob of -inf (an impossible token) must weigh, not poison the mean.
             means.append(statistics.fmean(max(value, -100.0) for value in said))
 
-        answered = [output for output in outputs.values() if output.output_ids]
-        await _for_each(server, answered, score_one, config.evaluation.concurrency, label)
-        await client.close()
+        answered = [output for output in outputs if output.output_ids]
+        await _for_each(server, answered, one, config.evaluation.concurrency, label)
 
-    _run(score_all(), server)
+    _run(score_all, server, config)
     return means
 
 
 def compare(
-    drafted: dict[str, Measurement], alone: dict[str, Measurement], scores: dict[str, list[float]]
+    drafted: dict[str, Any],
+    alone: dict[str, Any],
+    sweep: dict[int, dict[str, Any]],
+    think_end: int | None,
+    draft_tokens: int,
 ) -> dict[str, Any]:
-    """Acceptance, identity and likelihood of what was measured with and without the draft.
-
-    Raises:
-        PipelineError: vLLM counted no draft at all.
-    """
-    if not all(measurement.drafts for measurement in drafted.values()):
-        raise PipelineError("vLLM counted no drafts: the server did not use the draft model. See its log")
-    ours, theirs = drafted[GREEDY].outputs, alone[GREEDY].outputs
-    apart = {
-        prompt_id: _first_difference(ours[prompt_id].output_ids, theirs[prompt_id].output_ids)
-        for prompt_id in ours
-        if ours[prompt_id].output_ids != theirs[prompt_id].output_ids
+    """Everything the report says, from the measurements with and without the draft."""
+    of_sets = {
+        name: {way: [Output(**o).steps(think_end) for o in answers.values()] for way, answers in ways.items()}
+        for name, ways in drafted["outputs"].items()
     }
-    summarised = {
-        name: {"mean": statistics.fmean(means), "standard_error": _standard_error(means)}
+    per_answer = {way: [steps for ways in of_sets.values() for steps in ways[way]] for way in (GREEDY, SAMPLED)}
+    everything = {way: [step for steps in answers for step in steps] for way, answers in per_answer.items()}
+    width = acceptance.bucket_width(_flat(drafted["outputs"], GREEDY))
+    return {
+        "draft_tokens": draft_tokens,
+        "overall": {way: _with_interval(per_answer[way], draft_tokens) for way in per_answer},
+        "acceptance": {
+            name: {way: _with_interval(answers, draft_tokens) for way, answers in ways.items()}
+            for name, ways in of_sets.items()
+        },
+        "by_section": {way: acceptance.by_section(steps, draft_tokens) for way, steps in everything.items()},
+        "context_bucket": width,
+        "by_context": {way: acceptance.by_context(steps, draft_tokens, width) for way, steps in everything.items()},
+        **_identity(_flat_by_id(drafted["outputs"]), _flat_by_id(alone["outputs"])),
+        **_likelihood(alone["scores"]),
+        "load": {"with draft": drafted["load"], "alone": alone["load"]},
+        "sweep": _sweep(drafted, sweep, think_end, draft_tokens),
+    }
+
+
+def _with_interval(answers: list[list[acceptance.Step]], draft_tokens: int) -> dict[str, Any]:
+    summary = acceptance.summarise([step for steps in answers for step in steps], draft_tokens)
+    return summary | {"interval": acceptance.confidence_interval(answers)}
+
+
+def _identity(ours: dict[str, list[int]], theirs: dict[str, list[int]]) -> dict[str, Any]:
+    apart = {
+        prompt: next((place for place, (a, b) in enumerate(zip(ids, theirs[prompt], strict=False)) if a != b), None)
+        for prompt, ids in ours.items()
+        if ids != theirs[prompt]
+    }
+    # Equal up to the shorter one's end: they part where it stops.
+    apart = {p: min(len(ours[p]), len(theirs[p])) if place is None else place for p, place in apart.items()}
+    return {"greedy_prompts": len(ours), "greedy_identical": len(ours) - len(apart), "greedy_apart_at_token": apart}
+
+
+def _likelihood(scores: dict[str, list[float]]) -> dict[str, Any]:
+    summary: dict[str, dict[str, Any]] = {
+        name: {
+            "mean": statistics.fmean(means),
+            "standard_error": statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None,
+        }
         for name, means in scores.items()
     }
-    one, other = summarised.values()
-    spread = math.hypot(one["standard_error"], other["standard_error"])
-    return {
-        "acceptance": {way: measurement.acceptance for way, measurement in drafted.items()},
-        "greedy_identical": len(ours) - len(apart),
-        "greedy_apart_at_token": apart,
-        "scores": summarised,
-        "standard_errors_apart": abs(one["mean"] - other["mean"]) / max(spread, 1e-9),
-        "tokens_per_s": {
-            "with draft": round(drafted[GREEDY].tokens_per_s, 1),
-            "alone": round(alone[GREEDY].tokens_per_s, 1),
-        },
+    one, other = summary.values()
+    # With a single answer there is no spread to judge by.
+    spread = math.hypot(*(part["standard_error"] or math.inf for part in (one, other)))
+    apart = abs(one["mean"] - other["mean"]) / max(spread, 1e-9)
+    return {"scores": summary, "standard_errors_apart": apart}
+
+
+def _sweep(
+    drafted: dict[str, Any], sweep: dict[int, dict[str, Any]], think_end: int | None, draft_tokens: int
+) -> dict[str, Any]:
+    """Number of draft tokens -> mean acceptance length and tokens a second of one stream; the fastest is named."""
+    rows = {}
+    for count, measured in sorted({draft_tokens: drafted, **sweep}.items()):
+        steps = [step for o in _flat(measured["outputs"], GREEDY) for step in o.steps(think_end)]
+        load = next(iter(measured["load"].values()), None)
+        rows[str(count)] = {
+            "mean_acceptance_length": acceptance.summarise(steps, count)["mean_acceptance_length"],
+            "tokens_per_s": load["output_throughput"] if load else None,
+        }
+    timed = {count: row["tokens_per_s"] for count, row in rows.items() if row["tokens_per_s"]}
+    return {"rows": rows, "fastest": max(timed, key=lambda count: timed[count]) if len(timed) > 1 else None}
+
+
+def gate_failures(results: dict[str, Any], config: Config) -> list[str]:
+    """A sentence for each of the preset's floors that the results are below."""
+    settings, failures = config.evaluation, []
+    reached = results["overall"][GREEDY]["mean_acceptance_length"]
+    if reached < settings.min_acceptance_length:
+        failures.append(
+            f"mean acceptance length {reached:.2f} is below evaluation.min_acceptance_length "
+            f"{settings.min_acceptance_length:.2f}"
+        )
+    if results["greedy_identical"] / results["greedy_prompts"] < settings.min_greedy_identical:
+        failures.append(
+            f"greedy output is identical on {results['greedy_identical']} of {results['greedy_prompts']} prompts only "
+            f"(evaluation.min_greedy_identical {settings.min_greedy_identical:.0%}): the draft changes the answers"
+        )
+    if results["standard_errors_apart"] > _MAX_STANDARD_ERRORS:
+        scores = results["scores"]
+        failures.append(
+            f"sampled tokens with the draft are not the verifier's: mean log-prob {scores['with draft']['mean']:.3f} "
+            f"against {scores['alone']['mean']:.3f} ({results['standard_errors_apart']:.1f} standard errors apart): "
+            "the server samples wrongly"
+        )
+    return failures
+
+
+def counters(server: vllm.Server) -> dict[str, float]:
+    """vLLM's own counters: `drafts`, `accepted`, output `tokens`, finished `requests`, and its `started` time.
+
+    Raises:
+        PipelineError: the server does not answer.
+    """
+    from prometheus_client.parser import text_string_to_metric_families
+
+    names = {
+        "vllm:spec_decode_num_drafts_total": "drafts",
+        "vllm:spec_decode_num_accepted_tokens_total": "accepted",
+        "vllm:generation_tokens_total": "tokens",
+        "vllm:request_success_total": "requests",
+        "vllm:generation_tokens_created": "started",
     }
+    try:
+        with urllib.request.urlopen(f"{server.root_url}/metrics", timeout=30) as answer:
+            text = answer.read().decode()
+    except OSError as error:
+        server.check_alive()
+        raise PipelineError(f"{server.root_url}/metrics does not answer: {error}") from None
+    found = dict.fromkeys(names.values(), 0.0)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name in names:
+                found[names[sample.name]] += sample.value
+    return found
 
 
-def _first_difference(one: list[int], other: list[int]) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+def _check_undisturbed(server: vllm.Server, before: dict[str, float], outputs: list[Output], *, drafts: bool) -> None:
+    ours = {"tokens": sum(len(output.output_ids) for output in outputs), "requests": len(outputs)}
+    if drafts:
+        ours["drafts"] = sum(len(output.accepted) for output in outputs)
+        ours["accepted"] = sum(sum(output.accepted) for output in outputs)
+    deadline = time.monotonic() + _COUNTERS_SETTLE_S
+    while True:
+        after = counters(server)
+        if after["started"] != before["started"]:
+            raise PipelineError(f"{server.base_url} was restarted during the measurement; run this again")
+        counted = {name: int(after[name] - before[name]) for name in ours}
+        if counted == ours:
+            return
+        if time.monotonic() > deadline:
+            raise PipelineError(
+                f"{server.base_url} counted {counted} where this stage asked for {ours}: it has other traffic. "
+                "Measure on a server that nobody else uses"
+            )
+        time.sleep(0.2)
 
 
-def _standard_error(values: list[float]) -> float:
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
-
-
-def _client(server: vllm.Server, config: Config) -> Any:
-    generation = config.generation
-    return vllm.async_client(
-        server,
-        timeout_s=generation.request_timeout_s,
-        connect_timeout_s=generation.connect_timeout_s,
-        max_retries=0,  # a request answered twice would be counted twice
+def _load(
+    server: vllm.Server, stage: Stage, prompts: Prompts, name: str, concurrency: list[int]
+) -> dict[str, dict[str, float]]:
+    settings = stage.config.evaluation
+    if not concurrency:
+        return {}
+    folder = (stage.folder / "load" / name).resolve()
+    asked = [row["messages"][-1]["content"] for rows in prompts.values() for row in rows]
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in asked), encoding="utf-8")
+    print(f"06 load, {name}: vLLM's benchmark at {', '.join(map(str, concurrency))} requests in flight")
+    measured = load_test.measure(
+        {
+            "base_url": server.root_url,
+            "model": server.model,
+            "tokenizer": verifier.location(stage.config.verifier),
+            "trust_remote_code": stage.config.verifier.trust_remote_code,
+            "prompts": str(file),
+            "output_tokens": settings.max_tokens,
+            "concurrency": concurrency,
+            "requests": settings.load_prompts,
+        },
+        folder,
     )
+    (folder / "spec.json").unlink()  # it holds paths of this machine
+    return {str(number): figures for number, figures in measured.items()}
 
 
-async def _for_each(server: vllm.Server, items: list[Any], work: Any, concurrency: int, label: str) -> None:
+def _think_end(config: Config) -> int | None:
+    if not config.generation.thinking:
+        return None
+    found = verifier.tokenizer(config.verifier).convert_tokens_to_ids("</think>")
+    return found if isinstance(found, int) and found >= 0 else None
+
+
+def _flat(outputs: dict[str, Any], way: str) -> list[Output]:
+    return [Output(**output) for ways in outputs.values() for output in ways[way].values()]
+
+
+def _flat_by_id(outputs: dict[str, Any]) -> dict[str, list[int]]:
+    return {f"{n} {p}": output["output_ids"] for n, ways in outputs.items() for p, output in ways[GREEDY].items()}
+
+
+async def _for_each(
+    server: vllm.Server, items: list[Any], work: Callable[[Any], Awaitable[None]], concurrency: int, label: str
+) -> None:
     queue = iter(items)
     with bar(total=len(items), desc=label, unit="prompt") as progress:
 
@@ -253,115 +438,23 @@ async def _for_each(server: vllm.Server, items: list[Any], work: Any, concurrenc
         await watch_server(server, [worker() for _ in range(min(concurrency, len(items)))])
 
 
-def _run(work: Any, server: vllm.Server) -> Any:
+def _run(work: Callable[[Any], Coroutine[Any, Any, None]], server: vllm.Server, config: Config) -> None:
     from openai import OpenAIError
 
+    async def with_client() -> None:
+        client = vllm.async_client(
+            server,
+            timeout_s=config.generation.request_timeout_s,
+            connect_timeout_s=config.generation.connect_timeout_s,
+            max_retries=0,  # a request answered twice would be counted twice
+        )
+        try:
+            await work(client)
+        finally:
+            await client.close()
+
     try:
-        return asyncio.run(work)
+        asyncio.run(with_client())
     except OpenAIError as error:
         server.check_alive()
         raise PipelineError(f"a request to {server.base_url} failed: {error}") from None
-
-
-def _counters(server: vllm.Server) -> dict[str, float]:
-    """vLLM's speculative-decoding counters: `drafts`, and `position k` for the accepted ones."""
-    from prometheus_client.parser import text_string_to_metric_families
-
-    with urllib.request.urlopen(f"{server.root_url}/metrics", timeout=30) as answer:
-        text = answer.read().decode()
-    counters: dict[str, float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name == "vllm:spec_decode_num_drafts_total":
-                counters["drafts"] = counters.get("drafts", 0) + sample.value
-            elif sample.name == "vllm:spec_decode_num_accepted_tokens_per_pos_total":
-                place = f"position {sample.labels['position']}"
-                counters[place] = counters.get(place, 0) + sample.value
-    return counters
-
-
-def _write(stage: Stage, results: dict[str, Any]) -> None:
-    acceptance, draft_tokens = results["acceptance"], results["draft_tokens"]
-    write_text(stage.folder / RESULTS, json.dumps(results, indent=1) + "\n")
-    with atomic(stage.folder / TABLE) as file:
-        writer = csv.writer(file)
-        writer.writerow(["decoding", "mean_acceptance_length", *(f"accepted_{k + 1}" for k in range(draft_tokens))])
-        for way, values in acceptance.items():
-            shares = [round(share, 4) for share in values["accepted_by_position"]]
-            writer.writerow([way, round(values["mean_acceptance_length"], 4), *shares])
-    charts.acceptance(stage.folder / PICTURE, acceptance, draft_tokens)
-    write_text(stage.folder / REPORT, _report(stage, results))
-
-
-def _report(stage: Stage, results: dict[str, Any]) -> str:
-    draft_tokens = results["draft_tokens"]
-    positions = "".join(f" {place} |" for place in range(1, draft_tokens + 1))
-    rows = "\n".join(
-        f"| {way} | {values['mean_acceptance_length']:.3f} | {values['drafts']} |"
-        + "".join(f" {share:.1%} |" for share in values["accepted_by_position"])
-        for way, values in results["acceptance"].items()
-    )
-    scores, speed = results["scores"], results["tokens_per_s"]
-    apart = results["greedy_apart_at_token"]
-    differing = "".join(f"\n- prompt {prompt_id}: from output token {place} on" for prompt_id, place in apart.items())
-    version_list = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    return f"""# Evaluation of {stage.run.path.name}
-
-{results["prompts"]} held-out prompts, {draft_tokens} draft tokens, at most {stage.config.evaluation.max_tokens} output
-tokens, {stage.config.evaluation.concurrency} requests in flight. {results["date"]}, {results["hardware"]}.
-{version_list}.
-
-## Acceptance
-
-Mean acceptance length counts the verifier's own token: 1 is no gain, {1 + draft_tokens} the ceiling. A position is
-accepted only if all before it were.
-
-| decoding | mean acceptance length | drafts | {positions.lstrip()}
-|---|---|---|{"---|" * draft_tokens}
-{rows}
-
-![acceptance]({PICTURE})
-
-## Is it still the verifier?
-
-Greedy output identical with and without the draft:
-{results["greedy_identical"]} of {results["prompts"]} prompts.{differing}
-
-Sampled tokens (temperature {stage.config.evaluation.sampled_temperature:g}), scored by the verifier alone, mean
-log-prob of a token: {scores["with draft"]["mean"]:.4f} (standard error {scores["with draft"]["standard_error"]:.4f})
-with the draft, {scores["alone"]["mean"]:.4f} ({scores["alone"]["standard_error"]:.4f}) without:
-{results["standard_errors_apart"]:.1f} standard errors apart.
-
-## Speed
-
-Output tokens a second, greedy: {speed["with draft"]} with the draft, {speed["alone"]} without
-({speed["with draft"] / speed["alone"]:.2f} times). On a CPU, or with a verifier as small as its draft, this says
-nothing about a GPU.
-"""
-
-
-def _check_gates(results: dict[str, Any], config: Config) -> None:
-    settings = config.evaluation
-    reached = results["acceptance"][GREEDY]["mean_acceptance_length"]
-    failures = []
-    if reached < settings.min_acceptance_length:
-        failures.append(
-            f"mean acceptance length {reached:.2f} is below evaluation.min_acceptance_length "
-            f"{settings.min_acceptance_length:.2f}. Usual causes, likeliest first: too few or unlike training "
-            "prompts (see 04_train/curves.png: is the validation's expected acceptance low too?); if that one is "
-            "high, the served draft is not the trained one (layer ids, norm flags, d2t: 05_export/config.json)"
-        )
-    identical = results["greedy_identical"] / results["prompts"]
-    if identical < settings.min_greedy_identical:
-        failures.append(
-            f"greedy output is identical on {identical:.0%} of the prompts only "
-            f"(evaluation.min_greedy_identical {settings.min_greedy_identical:.0%}): the draft changes the answers"
-        )
-    if results["standard_errors_apart"] > _MAX_STANDARD_ERRORS:
-        failures.append(
-            f"sampled tokens with the draft are not the verifier's: mean log-prob "
-            f"{results['scores']['with draft']['mean']:.3f} against {results['scores']['alone']['mean']:.3f} "
-            f"({results['standard_errors_apart']:.1f} standard errors apart): the server samples wrongly"
-        )
-    if failures:
-        raise GateFailed("\n".join(failures))

@@ -1,7 +1,10 @@
-"""Stage 05: the best checkpoint becomes what vLLM serves, and is checked tensor by tensor.
+"""Stage 05: the best checkpoint becomes what vLLM serves, checked tensor by tensor and logit by logit.
 
-vLLM boots a draft with missing tensors and answers correctly; only acceptance shows it. So every tensor is held
-against the table below, both ways, before the checkpoint is published.
+vLLM boots a draft with missing tensors and answers correctly; only acceptance shows it. So, before 05 is done:
+
+- every tensor is held against `tensor_table`, both ways: missing, extra, shape, dtype, not finite, all zero, d2t;
+- every key of the config is held against the checkpoint it came from;
+- the published files, loaded afresh, give the trained model's logits on real shards.
 
 `flat` is LlamaForCausalLMEagle3 with a Llama config, read by vLLM and SGLang; `speculators` keeps speculators' nested
 config, read by vLLM and `SpeculatorModel.from_pretrained`.
@@ -13,17 +16,19 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3_train import verifier
+from eagle3_train import model_card, verifier
+from eagle3_train.config import Config
 from eagle3_train.errors import PipelineError
-from eagle3_train.run import Result, Stage, save_tensors, sha256_of, write_text
+from eagle3_train.extraction import DATASET, LINKS
+from eagle3_train.run import Result, Stage, save_tensors, write_text
 from eagle3_train.training import BEST, CHECKPOINTS
 
 if TYPE_CHECKING:
     import torch
+    from speculators import Eagle3DraftModel
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
-# Shared from the verifier by vLLM; at Kimi-K2.5's size each would cost 2.35 GB.
-DROPPED = ("embed_tokens.weight",)
+EMBEDDINGS = "embed_tokens.weight"
 # Only used to train: vLLM refuses tensors it does not know.
 TRAINING_ONLY = ("verifier_lm_head.weight", "verifier_norm.weight", "t2d")
 _LAYER_FIELDS = (
@@ -44,46 +49,73 @@ _LAYER_FIELDS = (
     "sliding_window",
     "layer_types",
 )
+_DRAFT_FIELDS = (
+    "draft_vocab_size",
+    "eagle_aux_hidden_state_layer_ids",
+    "norm_before_residual",
+    "norm_before_fc",
+    "fc_norm",
+    "norm_output",
+)
+# Logits of both models are computed in float32 from the same bf16 weights: only the order of sums may differ.
+_LOGIT_TOLERANCE = 1e-3
+_ROUND_TRIP_SHARDS = 4
 
 
 def export(stage: Stage) -> Result:
-    """Convert, check, publish and reload the best checkpoint."""
+    """Convert, publish and check the best checkpoint."""
     import torch
     from safetensors.torch import load_file
 
+    settings = stage.config.export
     checkpoint = stage.input("04_train") / CHECKPOINTS / BEST
     saved = json.loads((checkpoint / CONFIG).read_text(encoding="utf-8"))
-    sizes = verifier.text_config(stage.config.verifier)
     tensors = {
-        name: tensor if not tensor.is_floating_point() else tensor.to(torch.bfloat16)
+        name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
         for name, tensor in load_file(checkpoint / WEIGHTS).items()
-        if name not in DROPPED + TRAINING_ONLY
+        if name not in (*TRAINING_ONLY, EMBEDDINGS)
     }
     flat = flat_config(saved, verifier.aux_layer_ids(stage.config.verifier))
-    if flat["draft_vocab_size"] == sizes.vocab_size:
+    if flat["draft_vocab_size"] == flat["vocab_size"]:
         tensors.pop("d2t", None)
+    embedding = verifier.head_weights(stage.config.verifier)[verifier.EMBEDDING].to(torch.bfloat16)
+    if settings.keep_embeddings:
+        tensors[EMBEDDINGS] = embedding
     check_tensors(tensors, flat)
-    if stage.config.export.format == "speculators":
-        config, kept = speculators_config(saved, stage), {**tensors, **_t2d(tensors, sizes.vocab_size)}
+    if settings.format == "speculators":
+        name = verifier.hub_name(stage.config.verifier, settings.verifier_name)
+        config = speculators_config(saved, name)
+        published = tensors | _t2d(tensors, flat["vocab_size"])
     else:
-        config, kept = flat, tensors
-    save_tensors(stage.folder / WEIGHTS, kept, {"format": "pt"})
+        config, published = flat, tensors
+    save_tensors(stage.folder / WEIGHTS, published, {"format": "pt"})
     write_text(stage.folder / CONFIG, json.dumps(config, indent=2) + "\n")
-    reload_and_compare(stage.folder, kept)
+    shards = sorted((stage.run.folder("02_hidden") / DATASET / LINKS).glob("*.safetensors"))[:_ROUND_TRIP_SHARDS]
+    difference = verify(stage.folder, checkpoint, stage.config, shards)
     size = (stage.folder / WEIGHTS).stat().st_size
-    write_text(stage.folder / CARD, _card(stage, flat, size))
+    write_text(stage.folder / CARD, model_card.text(stage.run, flat, size))
     summary = {
-        "format": stage.config.export.format,
-        "tensors": len(kept),
+        "format": settings.format,
+        "tensors": len(published),
         "bytes": size,
         "epoch": int(checkpoint.resolve().name) + 1,
+        "largest_logit_difference": difference,
     }
-    line = f"{len(kept)} tensors, {size / 2**20:.1f} MiB, all checked; {', '.join(DROPPED)} left to the verifier"
-    return Result([CONFIG, WEIGHTS, CARD], summary, [line])
+    saved_bytes = embedding.numel() * embedding.element_size()
+    shared = "" if settings.keep_embeddings else f"; {EMBEDDINGS} left to the verifier ({saved_bytes / 2**20:.1f} MiB)"
+    line = (
+        f"{len(published)} tensors, {size / 2**20:.1f} MiB, all checked; logits of the published draft equal the "
+        f"trained one's on {len(shards)} shards (largest difference {difference:.1e}){shared}"
+    )
+    # The card is not vouched for: 06 adds what it measured.
+    return Result([CONFIG, WEIGHTS], summary, [line])
 
 
 def flat_config(saved: dict[str, Any], layer_ids: list[int]) -> dict[str, Any]:
-    """vLLM's Llama EAGLE-3 config from speculators' nested one; every key whose default differs is written.
+    """vLLM's Llama EAGLE-3 config from speculators' nested one.
+
+    vLLM's defaults differ between its two formats (norm_before_residual is true in one and false in the other), so
+    every key is written.
 
     Raises:
         PipelineError: the checkpoint was trained on other layers than the verifier's settings name.
@@ -96,34 +128,31 @@ def flat_config(saved: dict[str, Any], layer_ids: list[int]) -> dict[str, Any]:
     from transformers import LlamaConfig
 
     layer = LlamaConfig(**saved["transformer_layer_config"]).to_dict()
-    if "sliding_attention" not in layer["layer_types"]:
+    if "sliding_attention" not in (layer.get("layer_types") or []):
         layer["sliding_window"] = None
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         **{name: layer.get(name) for name in _LAYER_FIELDS},
         "tie_word_embeddings": False,
-        "draft_vocab_size": saved["draft_vocab_size"],
-        "eagle_aux_hidden_state_layer_ids": layer_ids,
+        **{name: saved[name] for name in _DRAFT_FIELDS},
         "num_aux_hidden_states": len(layer_ids),
-        "norm_before_residual": saved["norm_before_residual"],
-        "norm_before_fc": saved["norm_before_fc"],
-        "fc_norm": saved["fc_norm"],
-        "norm_output": saved["norm_output"],
         "dtype": "bfloat16",
     }
 
 
-def speculators_config(saved: dict[str, Any], stage: Stage) -> dict[str, Any]:
+def speculators_config(saved: dict[str, Any], verifier_name: str | None) -> dict[str, Any]:
     """speculators' own config of the checkpoint, with the dtype and the verifier's name as published."""
-    name = verifier.hub_name(stage.config.verifier, stage.config.export.verifier_name)
-    nested = {**saved["speculators_config"], "verifier": {**saved["speculators_config"]["verifier"]}}
-    nested["verifier"]["name_or_path"] = name
-    return {**saved, "speculators_config": nested, "dtype": "bfloat16"}
+    nested = saved["speculators_config"]
+    named = nested["verifier"] | {"name_or_path": verifier_name}
+    return saved | {"speculators_config": nested | {"verifier": named}, "dtype": "bfloat16"}
 
 
 def tensor_table(config: dict[str, Any]) -> dict[str, list[int]]:
-    """Every tensor a flat draft must have and its shape, from its config; nothing else may be in it."""
+    """The shape of every tensor a flat draft must have, from its config; besides these only `embed_tokens` may be.
+
+    Floating point tensors are bfloat16, d2t is int64.
+    """
     hidden, wide = config["hidden_size"], config["intermediate_size"]
     queries = config["num_attention_heads"] * config["head_dim"]
     keys = config["num_key_value_heads"] * config["head_dim"]
@@ -159,15 +188,21 @@ def check_tensors(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> N
     """Hold a flat draft's tensors against `tensor_table`, both ways.
 
     Raises:
-        PipelineError: listing every missing, extra, misshapen, non-finite or all-zero tensor, and a wrong d2t.
+        PipelineError: listing every missing, extra, misshapen, mistyped, non-finite or all-zero tensor, and a bad d2t.
     """
+    import torch
+
     table = tensor_table(config)
+    allowed = table | {EMBEDDINGS: [config["vocab_size"], config["hidden_size"]]}
     wrong = [f"missing: {name} {table[name]}" for name in table if name not in tensors]
-    wrong += [f"not known to vLLM: {name}" for name in tensors if name not in table]
-    for name in table.keys() & tensors.keys():
+    wrong += [f"not known to vLLM: {name}" for name in tensors if name not in allowed]
+    for name in allowed.keys() & tensors.keys():
         tensor = tensors[name]
-        if list(tensor.shape) != table[name]:
-            wrong.append(f"{name}: shape {list(tensor.shape)}, expected {table[name]}")
+        expected_dtype = torch.int64 if name == "d2t" else torch.bfloat16
+        if list(tensor.shape) != allowed[name]:
+            wrong.append(f"{name}: shape {list(tensor.shape)}, expected {allowed[name]}")
+        elif tensor.dtype != expected_dtype:
+            wrong.append(f"{name}: {tensor.dtype}, expected {expected_dtype}")
         elif name == "d2t":
             wrong += _d2t_faults(tensor, config["vocab_size"])
         elif not tensor.float().isfinite().all():
@@ -183,13 +218,11 @@ def check_tensors(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> N
 def _d2t_faults(d2t: torch.Tensor, vocab_size: int) -> list[str]:
     import torch
 
-    if d2t.dtype != torch.int64:
-        return [f"d2t: {d2t.dtype}, expected int64"]
     targets = torch.arange(len(d2t)) + d2t
+    if targets.min() < 0 or targets.max() >= vocab_size:
+        return [f"d2t: target ids reach {int(targets.max())}, the verifier's vocabulary ends at {vocab_size - 1}"]
     if not (targets.diff() > 0).all():
-        return ["d2t: target ids (draft id + offset) are not strictly rising; are they offsets?"]
-    if targets[0] < 0 or targets[-1] >= vocab_size:
-        return [f"d2t: target ids reach {int(targets[-1])}, the verifier's vocabulary ends at {vocab_size - 1}"]
+        return ["d2t: target ids (draft id + offset) are not strictly rising; are they offsets, of a sorted list?"]
     return []
 
 
@@ -204,38 +237,140 @@ def _t2d(tensors: dict[str, torch.Tensor], vocab_size: int) -> dict[str, torch.T
     return {"t2d": t2d}
 
 
-def reload_and_compare(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Read the published file afresh and compare it bit for bit.
+def verify(folder: Path, checkpoint: Path, config: Config, shards: list[Path]) -> float:
+    """Check a published draft against the training checkpoint it came from; nothing is taken from memory.
+
+    Args:
+        folder: the published config.json and model.safetensors, of either format.
+        checkpoint: the training checkpoint.
+        config: the run's configuration, for the verifier.
+        shards: hidden states to compute logits on.
+
+    Returns:
+        The largest difference between the two models' logits, over all TTT steps.
 
     Raises:
-        PipelineError: what is on disk is not what was meant.
+        PipelineError: a tensor, a key of the config, or the logits are not what they must be.
     """
-    import torch
     from safetensors.torch import load_file
 
     published = load_file(folder / WEIGHTS)
-    if published.keys() != tensors.keys() or not all(torch.equal(published[n], tensors[n]) for n in tensors):
-        raise PipelineError(f"{folder / WEIGHTS} does not read back as it was written; is the disk sound?")
+    written = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    saved = json.loads((checkpoint / CONFIG).read_text(encoding="utf-8"))
+    expected = flat_config(saved, verifier.aux_layer_ids(config.verifier))
+    if "speculators_model_type" in written:
+        published.pop("t2d", None)
+        written = flat_config(written, verifier.aux_layer_ids(config.verifier))
+    check_tensors(published, written)
+    wrong = [
+        f"{key}: {written.get(key)!r}, trained with {expected[key]!r}"
+        for key in expected
+        if written.get(key, ...) != expected[key]
+    ]
+    if wrong:
+        raise PipelineError(f"{folder / CONFIG} is not of the model that was trained:\n  " + "\n  ".join(wrong))
+    trained = (load_file(checkpoint / WEIGHTS), saved | saved["transformer_layer_config"])
+    difference = _compare_logits((published, written), trained, config, shards)
+    if difference > _LOGIT_TOLERANCE:
+        raise PipelineError(
+            f"the published draft's logits differ from the trained model's by up to {difference:.3g} "
+            f"(allowed {_LOGIT_TOLERANCE:g}): what would be served is not what was trained"
+        )
+    return difference
 
 
-def _card(stage: Stage, config: dict[str, Any], size: int) -> str:
-    name = verifier.hub_name(stage.config.verifier, stage.config.export.verifier_name) or stage.config.verifier.path
-    name = Path(name).name if Path(name).exists() else name
-    training = stage.run.folder("04_train") / "manifest.json"
-    summary = json.loads(training.read_text(encoding="utf-8"))["summary"]
-    drafted = stage.config.evaluation.draft_tokens
-    speculative = json.dumps({"method": "eagle3", "model": "PATH_OF_THIS_DIRECTORY", "num_speculative_tokens": drafted})
-    return f"""# EAGLE-3 draft for {name}
+def _compare_logits(
+    published: tuple[dict[str, torch.Tensor], dict[str, Any]],
+    trained: tuple[dict[str, torch.Tensor], dict[str, Any]],
+    config: Config,
+    shards: list[Path],
+) -> float:
+    """Largest difference of two drafts' logits, each given as tensors and flat-named config."""
+    models = [_draft_model(tensors, shape, config) for tensors, shape in (published, trained)]
+    largest = 0.0
+    for shard in shards:
+        ours, theirs = (_logits(model, shard, config.training.ttt_steps) for model in models)
+        largest = max(largest, float((ours - theirs).abs().max()))
+    return largest
 
-Made by eagle3-train. {config["num_hidden_layers"]} layer(s), hidden size {config["hidden_size"]}, draft vocabulary
-{config["draft_vocab_size"]} of {config["vocab_size"]}, {size / 2**20:.1f} MiB in bfloat16. Reads the verifier's
-residual stream entering layers {config["eagle_aux_hidden_state_layer_ids"]} (vLLM's numbering).
 
-Trained on {summary["samples"]} of the verifier's own answers, {summary["steps"]} steps; expected acceptance length on
-the validation split {summary["expected_acceptance_length"]}. What vLLM measures stands in `06_eval/report.md` of the
-run.
+def _draft_model(tensors: dict[str, torch.Tensor], shape: dict[str, Any], config: Config) -> Eagle3DraftModel:
+    """An Eagle3DraftModel in float32 with exactly `tensors`, and the verifier's embedding where it has none.
 
-    vllm serve VERIFIER --speculative-config '{speculative}'
+    Args:
+        tensors: the draft's, in any floating point type; rounded to bf16 first, as they are served, so that of two
+            models only a wrong conversion differs.
+        shape: `_LAYER_FIELDS` and `_DRAFT_FIELDS`.
+        config: for the verifier.
+    """
+    import torch
+    from speculators import Eagle3DraftModel, SpeculatorsConfig, VerifierConfig
+    from speculators.models.eagle3 import Eagle3SpeculatorConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+    from transformers import LlamaConfig
 
-Provenance: 04_train manifest sha256 {sha256_of(training)}.
-"""
+    layer = LlamaConfig(**{name: shape[name] for name in _LAYER_FIELDS if name in shape})
+    layer._attn_implementation = "sdpa"
+    draft_config = Eagle3SpeculatorConfig(
+        transformer_layer_config=layer,
+        speculators_config=SpeculatorsConfig(
+            algorithm="eagle3",
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=1)],
+            default_proposal_method="greedy",
+            verifier=VerifierConfig(name_or_path=None, architectures=[]),
+        ),
+        **{name: shape[name] for name in _DRAFT_FIELDS},
+    )
+    model = Eagle3DraftModel(config=draft_config).float().eval()
+    embedding = verifier.head_weights(config.verifier)[verifier.EMBEDDING]
+    state = {EMBEDDINGS: embedding} | {name: tensor for name, tensor in tensors.items() if name not in TRAINING_ONLY}
+    rounded = {n: t.to(torch.bfloat16).float() if t.is_floating_point() else t for n, t in state.items()}
+    missing, unexpected = model.load_state_dict(rounded, strict=False)
+    if lacking := [name for name in missing if name not in TRAINING_ONLY] + list(unexpected):
+        raise PipelineError(f"the published draft cannot be loaded: {', '.join(lacking)}")
+    return model
+
+
+def _logits(model: Eagle3DraftModel, shard: Path, ttt_steps: int) -> torch.Tensor:
+    """The draft's logits [ttt_steps, tokens - 1, draft vocabulary] on one shard, shifted as in training."""
+    import torch
+    from safetensors.torch import load_file
+
+    states = load_file(shard)
+    ids, hidden = states["token_ids"], states["hidden_states"].float()
+    seen: list[torch.Tensor] = []
+    hook = model.lm_head.register_forward_hook(lambda _module, _inputs, output: seen.append(output[0]))
+    with torch.no_grad():
+        model(
+            hidden_states=hidden[:-1, :-1].flatten(1)[None],
+            input_ids=ids[None, 1:],
+            document_ids=torch.zeros(1, len(ids) - 1, dtype=torch.long),
+            position_ids=torch.arange(1, len(ids))[None],
+            ttt_steps=ttt_steps,
+        )
+    hook.remove()
+    return torch.stack(seen)
+
+
+def push(stage: Stage) -> None:
+    """Upload the finished checkpoint to the hub, when `export.push_to` asks for it.
+
+    Raises:
+        PipelineError: the hub refused.
+    """
+    target = stage.config.export.push_to
+    if target is None:
+        return
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    api = HfApi()
+    try:
+        api.create_repo(target, private=True, exist_ok=True)
+        api.upload_folder(repo_id=target, folder_path=stage.folder, allow_patterns=[CONFIG, WEIGHTS, CARD, "*.png"])
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise PipelineError(
+            f"{target} could not be uploaded: {str(error).splitlines()[0]}\n"
+            "Is HF_TOKEN set, with the right to write there? The checkpoint itself is finished."
+        ) from None
+    print(f"uploaded to the hub: {target} (private)")

@@ -173,14 +173,10 @@ def extraction_args(config: Config, staging: Path) -> list[str]:
     ]
 
 
-def draft_args(config: Config, draft: Path) -> list[str]:
-    """Arguments that make a server use the EAGLE-3 draft at `draft`."""
-    speculative = {
-        "method": "eagle3",
-        "model": str(draft),
-        "num_speculative_tokens": config.evaluation.draft_tokens,
-    }
-    return ["--speculative-config", json.dumps(speculative), *config.evaluation.server_args]
+def draft_args(draft: str, draft_tokens: int) -> list[str]:
+    """Arguments that make a server use the EAGLE-3 draft at `draft` and keep a record of each verifier step."""
+    speculative = {"method": "eagle3", "model": draft, "num_speculative_tokens": draft_tokens}
+    return ["--speculative-config", json.dumps(speculative), "--per-request-spec-decode-metrics", "detailed"]
 
 
 def _command(config: Config, port: int) -> list[str]:
