@@ -19,10 +19,10 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, overload
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
@@ -43,13 +43,21 @@ def how(default: Any, **constraints: Any) -> Any:
 class Section(BaseModel):
     """One block of a preset."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _null_flag_of_a_list(cls, value: Any) -> Any:
+        # pydantic-settings reads `--section.list null` as a list that holds null.
+        return None if value == [None] else value
 
 
 class Verifier(Section):
     """The model whose answers are captured and that the draft will speed up."""
 
-    path: str = how("tiny")
+    path: str = how("tiny", min_length=1)
     """Local directory or Hugging Face hub id; `tiny` is the embedded verifier, built on first use."""
     tensor_parallel_size: int = how(1, ge=1)
     """GPUs the verifier is split over."""
@@ -87,7 +95,7 @@ class Server(Section):
 class Prompts(Section):
     """Stage 01: the questions."""
 
-    source: str = "mlabonne/open-perfectblend"
+    source: str = Field("mlabonne/open-perfectblend", min_length=1)
     """JSON, JSONL or Parquet file, a directory of them, or a hub data set id."""
     hub_split: str = "train"
     """Split of a hub data set."""
@@ -276,6 +284,29 @@ class Evaluation(Section):
     """Further arguments of this stage's vLLM servers, with and without the draft."""
 
 
+class Plan(Section):
+    """Before stage 01: what the run will take, and what it may take (`plan.py`)."""
+
+    box: list[Literal["rtx6000x8", "b300x8"]] = how([])
+    """Boxes to plan for, compared where there are several."""
+    from_run: str | None = how(None)
+    """A run, or its timings.jsonl: its measured rates replace the priors of the box it was made on."""
+    price: list[Annotated[float, Field(ge=0)]] = how([])
+    """Price of a whole box [USD an hour]: one for all, or one for each `box` in its order."""
+    max_hours: float | None = how(None, gt=0)
+    """Refuse a plan whose likely duration is above this [hours]."""
+    max_usd: float | None = how(None, gt=0)
+    """Refuse a plan whose likely price is above this [USD]; needs `price`."""
+    max_disk_gb: float | None = how(None, gt=0)
+    """Refuse a plan whose peak on disk is above this [GB of 1e9 bytes; 1 TB is 1000]."""
+    prompt_tokens: float | None = how(None, gt=0)
+    """Mean length of a question [tokens]; null takes that of `from_run`, else the prior of planning.py."""
+    output_tokens: float | None = how(None, gt=0)
+    """Mean thinking plus answer [tokens]; null takes that of `from_run`, else the prior of planning.py."""
+    train_gpus: int = how(1, ge=1)
+    """GPUs that train the draft, where the training rate is not measured."""
+
+
 class Config(BaseSettings):
     """Every section; what `run.yaml` holds."""
 
@@ -291,6 +322,12 @@ class Config(BaseSettings):
         cli_shortcuts={
             "prompts.max_samples": "max-samples",
             "generation.endpoint": "endpoint",
+            "plan.box": "box",
+            "plan.from_run": "from",
+            "plan.price": "price",
+            "plan.max_hours": "max-hours",
+            "plan.max_usd": "max-usd",
+            "plan.max_disk_gb": "max-disk-gb",
         },
     )
 
@@ -304,6 +341,7 @@ class Config(BaseSettings):
     training: Training = Training()
     export: Export = Export()
     evaluation: Evaluation = Evaluation()
+    plan: Plan = Plan()
 
     @classmethod
     def settings_customise_sources(
@@ -332,6 +370,9 @@ class Arguments(Config):
     """Preset to start from, e.g. presets/tiny.yaml; left out, the run's own run.yaml."""
     force: bool = False
     """Make the stage again although it is there with another configuration; the old one is set aside."""
+
+
+CommandLine = TypeVar("CommandLine", bound=Config)
 
 
 def section_names() -> list[str]:
@@ -368,6 +409,17 @@ class _PresetSource(PydanticBaseSettingsSource):
         return {}
 
 
+class _StrictLoader(yaml.SafeLoader):
+    """YAML in which a key stands once; by itself YAML keeps the last and drops the first without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"{key} is written twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def known_presets() -> list[str]:
     """The presets that come with the project, as paths to type."""
     return [f"presets/{path.name}" for path in sorted(PRESETS.glob("*.yaml"))]
@@ -380,22 +432,28 @@ def read_preset(path: Path) -> dict[str, Any]:
         ConfigError: no such file, not YAML, or not a mapping of sections.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot be read ({error.strerror}). The presets here: {', '.join(known_presets())}"
         ) from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid YAML: {str(error).replace(chr(10), ' ')}") from None
     if content is None:
         return {}
-    if not isinstance(content, dict) or not all(isinstance(values, dict) for values in content.values()):
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and isinstance(values, dict) for name, values in content.items()
+    ):
         raise ConfigError(f"{path}: a preset is a mapping of sections ({', '.join(section_names())}) to their fields")
     return content
 
 
-def parse(argv: list[str] | None, description: str) -> tuple[Arguments, Config]:
-    """Resolve a stage's command line.
+@overload
+def parse(argv: list[str] | None, description: str) -> tuple[Arguments, Config]: ...
+@overload
+def parse(argv: list[str] | None, description: str, kind: type[CommandLine]) -> tuple[CommandLine, Config]: ...
+def parse(argv: list[str] | None, description: str, kind: type[Config] = Arguments) -> tuple[Config, Config]:
+    """Resolve a command line: a stage's, or one of another `kind` that holds every section as well.
 
     Returns:
         The arguments and, apart from them, the configuration alone.
@@ -405,21 +463,26 @@ def parse(argv: list[str] | None, description: str) -> tuple[Arguments, Config]:
         SystemExit: after `--help` (0).
     """
     parser = _Parser(
-        usage="%(prog)s --run DIR [--preset FILE] [--section.field VALUE ...]",
+        usage=("%(prog)s --run DIR" if "run" in _required(kind) else "%(prog)s [--run DIR]")
+        + " [--preset FILE] [--section.field VALUE ...]",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     flags: CliSettingsSource = CliSettingsSource(
-        Arguments, root_parser=parser, parse_args_method=_Parser.parse_args, formatter_class=parser.formatter_class
+        kind, root_parser=parser, parse_args_method=_Parser.parse_args, formatter_class=parser.formatter_class
     )
     try:
         given = flags(args=sys.argv[1:] if argv is None else argv)()
-        arguments = Arguments(**given)
+        arguments = kind(**given)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(error))) from None
     config = Config.model_construct(**{name: getattr(arguments, name) for name in section_names()})
     return arguments, config
+
+
+def _required(kind: type[Config]) -> list[str]:
+    return [name for name, info in kind.model_fields.items() if info.is_required()]
 
 
 class _Parser(argparse.ArgumentParser):

@@ -26,7 +26,10 @@ class GateFailed(PipelineError):
     exit_code = 3
 
 
-class Terminated(BaseException):
-    """SIGTERM, raised in the main thread so that servers are stopped and files closed on the way out."""
+class Terminated(SystemExit):
+    """SIGTERM, raised in the main thread so that servers are stopped and files closed on the way out.
+
+    A SystemExit, because asyncio lets only that and KeyboardInterrupt out of its callbacks.
+    """
 
     exit_code = 143

@@ -20,6 +20,7 @@ import functools
 import json
 import math
 import statistics
+import tempfile
 import time
 import urllib.request
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -383,29 +384,28 @@ def _check_undisturbed(server: vllm.Server, before: dict[str, float], outputs: l
 def _load(
     server: vllm.Server, stage: Stage, prompts: Prompts, name: str, concurrency: list[int]
 ) -> dict[str, dict[str, float]]:
+    """Concurrency -> figures of vLLM's benchmark on the same prompts; nothing when no concurrency is asked for."""
     settings = stage.config.evaluation
     if not concurrency:
         return {}
-    folder = (stage.folder / "load" / name).resolve()
-    asked = [row["messages"][-1]["content"] for rows in prompts.values() for row in rows]
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "prompts.jsonl"
-    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in asked), encoding="utf-8")
     print(f"06 load, {name}: vLLM's benchmark at {', '.join(map(str, concurrency))} requests in flight")
-    measured = load_test.measure(
-        {
-            "base_url": server.root_url,
-            "model": server.model,
-            "tokenizer": verifier.location(stage.config.verifier),
-            "trust_remote_code": stage.config.verifier.trust_remote_code,
-            "prompts": str(file),
-            "output_tokens": settings.max_tokens,
-            "concurrency": concurrency,
-            "requests": settings.load_prompts,
-        },
-        folder,
-    )
-    (folder / "spec.json").unlink()  # it holds paths of this machine
+    with tempfile.TemporaryDirectory() as folder:  # not in the run: the benchmark's own files name this machine's paths
+        file = Path(folder) / "prompts.jsonl"
+        asked = [row["messages"][-1]["content"] for rows in prompts.values() for row in rows]
+        file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in asked), encoding="utf-8")
+        measured = load_test.measure(
+            {
+                "base_url": server.root_url,
+                "model": server.model,
+                "tokenizer": verifier.location(stage.config.verifier),
+                "trust_remote_code": stage.config.verifier.trust_remote_code,
+                "prompts": str(file),
+                "output_tokens": settings.max_tokens,
+                "concurrency": concurrency,
+                "requests": settings.load_prompts,
+            },
+            Path(folder),
+        )
     return {str(number): figures for number, figures in measured.items()}
 
 

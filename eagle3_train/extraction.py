@@ -220,7 +220,7 @@ async def _extract_one(
         answer = await client.completions.create(
             model=server.model, prompt=sample.token_ids, max_tokens=1, temperature=0
         )
-    except OpenAIError as error:
+    except (OpenAIError, json.JSONDecodeError) as error:
         server.check_alive()
         raise SetAside("no answer from the server", str(error)[:500]) from None
     named = ((answer.model_extra or {}).get("kv_transfer_params") or {}).get("hidden_states_path")

@@ -29,7 +29,6 @@ def measure(spec: dict[str, Any], folder: Path) -> dict[int, dict[str, float]]:
     Raises:
         PipelineError: it failed, with its last line, or some requests did.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "spec.json"
     path.write_text(json.dumps(spec | {"results": str(folder)}), encoding="utf-8")
     done = subprocess.run(

@@ -147,6 +147,7 @@ class Stage:
         self.spec = spec
         self.config = run.config
         self.folder = run.folder(spec.folder)
+        self._made_from: tuple[dict[str, Any], dict[str, str | None]] = ({}, {})
 
     @property
     def manifest(self) -> dict[str, Any] | None:
@@ -201,10 +202,19 @@ class Stage:
         settings, inputs = self.fingerprints()
         manifest = self.manifest
         if manifest is not None:
+            # What is not on this machine now is what it was.
+            settings = {n: manifest["config"].get(n) if _is_unknown(n, v) else v for n, v in settings.items()}
+            inputs = {n: manifest["inputs"].get(n) if _is_unknown(n, v) else v for n, v in inputs.items()}
+        # Of the start: what changes while the stage works is noticed the next time.
+        self._made_from = settings, inputs
+        done = manifest is not None and manifest["state"] == "done"
+        if manifest is not None:
             before = {name: value for name, value in manifest["config"].items() if name not in self.spec.may_grow}
             now = {name: value for name, value in settings.items() if name not in self.spec.may_grow}
+            stale = _changed(manifest["inputs"], inputs)
             if force:
                 print(f"set aside: {self._set_aside()}")
+                done = False
             elif changed := differences(before, now):
                 raise PipelineError(
                     f"{self.folder} was made with another configuration:\n  "
@@ -212,25 +222,27 @@ class Stage:
                     + "\nMixing the two would be silently wrong. Either make it again (--force sets the old one aside),"
                     " or use another --run."
                 )
-            elif (stale := _changed_names(manifest["inputs"], inputs)) and not self.spec.by_id:
-                print(
-                    f"{', '.join(stale)} changed, so {self.spec.folder} is made again; set aside: {self._set_aside()}"
-                )
-            elif manifest["state"] == "done" and not stale and not _changed_names(manifest["config"], settings):
+            elif stale and not self.spec.by_id:
+                aside = self._set_aside()
+                print(f"{', '.join(stale)} changed, so {self.spec.folder} is made again; set aside: {aside}")
+                done = False
+            elif done and not stale and not _changed(manifest["config"], settings):
                 damage = self._damage(manifest)
                 if damage is None:
                     return False
                 print(f"{self.folder}: {damage}; going on from what is whole")
-        elif self.folder.exists() and any(p.name not in (".lock",) for p in self.folder.iterdir()):
+                done = False
+        elif self.folder.exists() and any(self.folder.iterdir()):
             print(f"{self.folder} has no manifest, so nothing vouches for it; set aside: {self._set_aside()}")
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._write_manifest("running", settings, inputs, Result([], {}))
+        # A finished stage that grows replaces its files whole at the end; until then, and if that fails, it stays done.
+        if not done or self.spec.by_id:
+            self._write_manifest("running", settings, inputs, Result([], {}))
         return True
 
-    def finish(self, result: Result, state: str = "done") -> None:
+    def finish(self, result: Result) -> None:
         """Publish the manifest with every output's size and digest."""
-        settings, inputs = self.fingerprints()
-        self._write_manifest(state, settings, inputs, result)
+        self._write_manifest("done", *self._made_from, result)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -302,23 +314,20 @@ def _read_manifest(folder: Path) -> dict[str, Any] | None:
         raise PipelineError(f"{path} is not a manifest; remove {folder} or restore it, then run this again") from None
 
 
-def _changed_names(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Names whose value is known now and was another before."""
-    return [name for name, value in now.items() if value != before.get(name) and not _is_unknown(name, value)]
+def _changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Names whose value is not the same in both; what was unknown before has not changed."""
+    names = [*before, *(name for name in now if name not in before)]
+    return [n for n in names if before.get(n) != now.get(n) and not _is_unknown(n, before.get(n))]
 
 
 def _is_unknown(name: str, value: Any) -> bool:
+    """A digest of something that was not on the machine; a configuration field (with a dot) may well be None."""
     return value is None and "." not in name
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """One line `field: old -> new` for each field that is not the same in both."""
-    names = [*before, *(name for name in now if name not in before)]
-    return [
-        f"{n}: {before.get(n)} -> {now.get(n)}"
-        for n in names
-        if before.get(n) != now.get(n) and not _is_unknown(n, now.get(n))
-    ]
+    return [f"{name}: {before.get(name)} -> {now.get(name)}" for name in _changed(before, now)]
 
 
 def _flat(sections: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -326,7 +335,11 @@ def _flat(sections: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _files(path: Path) -> list[Path]:
-    return [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    """The file itself, or every file below the folder; hidden ones (a downloader's notes) do not count."""
+    if path.is_file():
+        return [path]
+    below = (p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
+    return sorted(p for p in below if p.is_file())
 
 
 def _count(path: Path) -> tuple[int, int]:

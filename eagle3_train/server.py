@@ -91,7 +91,7 @@ def serve(
     Raises:
         PipelineError: port taken, died while starting (with the log's error), or not ready in time.
     """
-    port = _choose_port(config.server.port)
+    port = choose_port(config.server.port)
     command = [*_command(config, port), *(extra_args or [])]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
@@ -218,7 +218,12 @@ def _environment(config: Config) -> dict[str, str]:
     return {**os.environ, **ours, **config.server.env}
 
 
-def _choose_port(wanted: int | None) -> int:
+def choose_port(wanted: int | None) -> int:
+    """The loopback port a server will listen on: `wanted`, or a free one.
+
+    Raises:
+        PipelineError: `wanted` is taken.
+    """
     with socket.socket() as probe:
         try:
             probe.bind((LOOPBACK, wanted or 0))

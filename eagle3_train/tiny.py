@@ -371,7 +371,7 @@ def main() -> None:
     if args.what == "verifier":
         print(build_verifier(args.path, args.seed))
     else:
-        write_prompts(args.path)
+        write_prompts(args.path, args.seed + 1)
 
 
 if __name__ == "__main__":

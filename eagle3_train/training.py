@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 CHECKPOINTS, METRICS, CURVES = "checkpoints", "metrics.jsonl", "curves.png"
 BEST = "checkpoint_best"  # speculators' name for the link to the best checkpoint
+PREFETCHED_PACKS = 4  # that each reading process keeps ready
 # Metrics of a step cost a synchronisation with the GPU.
 _LOG_EVERY_STEPS_ON_GPU = 10
 
@@ -68,7 +69,7 @@ def train(stage: Stage) -> Result:
         hidden_size=model.config.transformer_layer_config.hidden_size,
         num_target_layers=len(model.target_layer_ids),
         num_workers=settings.data_workers,
-        prefetch_factor=4,
+        prefetch_factor=PREFETCHED_PACKS,
         preprocess=shift_batch,
         # The rows are ordered train, then val; the half row keeps the boundary whole in floating point.
         train_data_ratio=(rows["train"] + 0.5) / (rows["train"] + rows["val"]),

@@ -7,6 +7,7 @@ models, so that a copy of the directory carries it along).
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 # Where the text model sits inside the checkpoint: Kimi-K2.5 and its like, then a plain text model.
 WEIGHT_PREFIXES = ("language_model.", "")
+# `models/` and `my models/kimi` are paths that are not there, not names on the hub.
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*[A-Za-z0-9]")
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
@@ -53,7 +56,7 @@ def location(settings: Verifier) -> str:
         return str(build_verifier(TINY_DIRECTORY))
     if Path(settings.path).is_dir():
         return settings.path
-    if settings.path.count("/") == 1 and not settings.path.startswith((".", "/", "~")):
+    if _HUB_ID.fullmatch(settings.path):
         return settings.path
     raise PipelineError(f"verifier.path {settings.path}: no such directory, and not a hub id (owner/name) either")
 
@@ -117,8 +120,8 @@ def text_config(settings: Verifier) -> TextConfig:
             tie_word_embeddings=raw.get("tie_word_embeddings", whole.get("tie_word_embeddings", False)),
             raw=raw,
         )
-    except (ValueError, KeyError, AttributeError) as error:
-        raise PipelineError(f"{path}: not a config this project can read ({error!r} )") from None
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise PipelineError(f"{path}: not a config this project can read ({error!r})") from None
 
 
 def aux_layer_ids(settings: Verifier) -> list[int]:
@@ -149,12 +152,23 @@ def weight_files(settings: Verifier) -> dict[str, str]:
         PipelineError: no index and no single safetensors file.
     """
     try:
-        return json.loads(file(settings, WEIGHTS_INDEX).read_text(encoding="utf-8"))["weight_map"]
+        index = file(settings, WEIGHTS_INDEX)
     except PipelineError:
-        from safetensors import safe_open
-
-        with safe_open(file(settings, SINGLE_FILE), framework="pt") as tensors:
+        with _opened(file(settings, SINGLE_FILE)) as tensors:
             return dict.fromkeys(tensors.keys(), SINGLE_FILE)
+    try:
+        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise PipelineError(f"{index}: not a whole index ({error!r}); fetch it again") from None
+
+
+def _opened(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise PipelineError(f"{path}: not a whole safetensors file ({error}); fetch it again") from None
 
 
 def head_weights(settings: Verifier) -> dict[str, torch.Tensor]:
@@ -169,7 +183,7 @@ def head_weights(settings: Verifier) -> dict[str, torch.Tensor]:
     Raises:
         PipelineError: a key is missing, packed (not floating point), or of another shape.
     """
-    from safetensors import safe_open
+    import torch
 
     sizes = text_config(settings)
     files = weight_files(settings)
@@ -188,21 +202,52 @@ def head_weights(settings: Verifier) -> dict[str, torch.Tensor]:
         if key not in files:
             near = sorted(n for n in files if n.endswith(name.rsplit(".", 2)[-2] + ".weight") or name[:7] in n)[:5]
             raise PipelineError(f"{settings.path}: tensor {key} is missing (packed or renamed?); nearest: {near}")
-        with safe_open(file(settings, files[key]), framework="pt") as opened:
+        with _opened(file(settings, files[key])) as opened:
+            if key not in opened.keys():  # noqa: SIM118 - safe_open is no mapping
+                raise PipelineError(f"{settings.path}: {files[key]} does not hold {key}, though the index says so")
             tensor = opened.get_tensor(key)
-        if list(tensor.shape) != shape or not tensor.is_floating_point():
+        if list(tensor.shape) != shape or tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise PipelineError(
-                f"{settings.path}: {key} is {tensor.dtype} {list(tensor.shape)}, expected floating point {shape}"
+                f"{settings.path}: {key} is {tensor.dtype} {list(tensor.shape)}, expected 16 or 32 bit floats {shape}; "
+                "a quantised embedding, head or norm cannot be trained on"
             )
         tensors[name] = tensor
     return tensors
 
 
 def tokenizer(settings: Verifier) -> Any:
-    """The verifier's own tokenizer, with its chat template."""
+    """The verifier's own tokenizer, with its chat template.
+
+    Raises:
+        PipelineError: it cannot be loaded, or is code that `verifier.trust_remote_code` does not allow.
+    """
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(location(settings), trust_remote_code=settings.trust_remote_code)
+    # Untrusted, transformers leaves Kimi's code out and guesses a tokenizer from the vocabulary: other token ids.
+    if not settings.trust_remote_code and (code := _tokenizer_code(settings)):
+        raise PipelineError(
+            f"{settings.path}: its tokenizer is Python code ({code}) and verifier.trust_remote_code is false\n"
+            "Read that code, then set verifier.trust_remote_code: true in the preset."
+        )
+    try:
+        return AutoTokenizer.from_pretrained(location(settings), trust_remote_code=settings.trust_remote_code)
+    except (ImportError, OSError, ValueError) as error:
+        raise PipelineError(f"{settings.path}: its tokenizer cannot be loaded: {str(error).strip()}") from None
+
+
+def _tokenizer_code(settings: Verifier) -> str | None:
+    """The class that the checkpoint brings as its only tokenizer; None where transformers' own will do."""
+
+    def read(name: str) -> dict[str, Any] | None:
+        try:
+            return json.loads(file(settings, name).read_text(encoding="utf-8"))
+        except (PipelineError, ValueError):
+            return None
+
+    code = ((read("tokenizer_config.json") or {}).get("auto_map") or {}).get("AutoTokenizer")
+    if code is None or read("tokenizer.json") is not None:
+        return None
+    return next(name for name in [code, *code] if isinstance(name, str)) if isinstance(code, list) else code
 
 
 def special_token_ids(settings: Verifier) -> list[int]:
@@ -214,7 +259,8 @@ def special_token_ids(settings: Verifier) -> list[int]:
 
 def hub_name(settings: Verifier, recorded: str | None) -> str | None:
     """The verifier's name for a checkpoint or card: `recorded`, or its hub id, never a path of this machine."""
-    return recorded or (None if settings.path == "tiny" or Path(settings.path).exists() else settings.path)
+    named = _HUB_ID.fullmatch(settings.path) and not Path(settings.path).exists()
+    return recorded or (settings.path if named else None)
 
 
 def main() -> None:

@@ -22,16 +22,16 @@ pytestmark = pytest.mark.engine
 def test_the_draft_is_accepted_on_held_out_prompts(default_run: FinishedRun) -> None:
     results = default_run.json("06_eval/results.json")
     assert results["draft_tokens"] == 3
-    assert results["acceptance"]["greedy"]["mean_acceptance_length"] >= 2.0
-    assert results["acceptance"]["sampled"]["mean_acceptance_length"] >= 2.0
+    assert results["overall"]["greedy"]["mean_acceptance_length"] >= 2.0
+    assert results["overall"]["sampled"]["mean_acceptance_length"] >= 2.0
     trained_on = {row["id"] for row in default_run.rows("02_hidden/index.jsonl")}
     held_out = {row["id"] for row in default_run.rows("01_prompts/prompts.jsonl") if row["split"] == "eval"}
-    assert len(held_out) >= results["prompts"] >= 20
+    assert len(held_out) >= results["prompts"]["eval"] >= 20
     assert not trained_on & held_out
 
 
 def test_acceptance_by_position_adds_up_to_the_mean_length(default_run: FinishedRun) -> None:
-    for values in default_run.json("06_eval/results.json")["acceptance"].values():
+    for values in default_run.json("06_eval/results.json")["overall"].values():
         shares = values["accepted_by_position"]
         assert values["mean_acceptance_length"] == pytest.approx(1 + sum(shares))
         assert shares == sorted(shares, reverse=True)
@@ -39,7 +39,7 @@ def test_acceptance_by_position_adds_up_to_the_mean_length(default_run: Finished
 
 def test_greedy_output_with_the_draft_is_the_verifiers_on_every_prompt(default_run: FinishedRun) -> None:
     results = default_run.json("06_eval/results.json")
-    assert results["greedy_identical"] == results["prompts"]
+    assert results["greedy_identical"] == results["greedy_prompts"] == results["prompts"]["eval"]
     assert results["greedy_apart_at_token"] == {}
 
 
@@ -53,14 +53,14 @@ def test_sampled_output_with_the_draft_is_as_likely_as_the_verifiers_own(default
 
 def test_the_estimate_while_training_agrees_with_what_vllm_measures(default_run: FinishedRun) -> None:
     estimated = default_run.json("04_train/manifest.json")["summary"]["expected_acceptance_length"]
-    measured = default_run.json("06_eval/results.json")["acceptance"]["greedy"]["mean_acceptance_length"]
+    measured = default_run.json("06_eval/results.json")["overall"]["greedy"]["mean_acceptance_length"]
     assert estimated == pytest.approx(measured, abs=0.35)
 
 
 def test_every_step_says_what_it_does_and_shows_a_bar(default_run: FinishedRun) -> None:
     for heading in ("set-up", "verifier", "01 ", "01b", "02", "03", "04", "05", "06"):
         assert re.search(rf"^== {heading}", default_run.output, re.MULTILINE), heading
-    for label in ("01 prompts", "01b traces", "02 states", "03 vocabulary", "04 training", "06 greedy, draft"):
+    for label in ("01 prompts", "01b traces", "02 states", "03 vocabulary", "04 training", "06 eval, greedy, draft"):
         assert re.search(rf"{label}: +\d+", default_run.output), label
     assert "mean acceptance length" in default_run.output
 
@@ -145,6 +145,7 @@ def test_users_own_prompts_make_a_draft_in_speculators_format_that_vllm_accepts(
         tmp_path / "mine",
         *("--prompts.source", str(own)),
         *("--export.format", "speculators"),
+        *("--evaluation.sweep", "[1]", "--evaluation.load_concurrency", "[1]"),
         MAX_SAMPLES="64",
         PRESET="presets/tiny.yaml",
     )
@@ -152,7 +153,11 @@ def test_users_own_prompts_make_a_draft_in_speculators_format_that_vllm_accepts(
     run = FinishedRun(tmp_path / "mine", done.stdout)
     assert len(run.rows("01_prompts/prompts.jsonl")) == 64
     results = run.json("06_eval/results.json")
-    assert results["acceptance"]["greedy"]["mean_acceptance_length"] > 1.5
+    assert results["overall"]["greedy"]["mean_acceptance_length"] > 1.5
+    swept = results["sweep"]["rows"]
+    assert list(swept) == ["1", "3"]
+    assert 1 < swept["1"]["mean_acceptance_length"] <= 2 < swept["3"]["mean_acceptance_length"]
+    assert results["sweep"]["fastest"] == max(swept, key=lambda count: swept[count]["tokens_per_s"])
 
     from speculators import SpeculatorModel
 

@@ -1,0 +1,666 @@
+"""Contract of stage 02: a shard counts as done only when it holds sound states of exactly its trace's tokens.
+
+Guarded: every fault of a captured file is found and named; what was sound is never made again, and what was not is;
+the published data set is read by speculators' own ArrowDataset and loaders, with the values that were written. The
+one stand-in is the engine: FaultServer speaks its API, and `Engine` writes files as the connector in vLLM does.
+
+Shapes: T tokens, L captured layers, D hidden size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from eagle3_train import server as vllm
+from eagle3_train.config import Config, Extraction, Generation, Verifier
+from eagle3_train.config import Server as ServerSettings
+from eagle3_train.errors import PipelineError
+from eagle3_train.extraction import (
+    DATASET,
+    INDEX,
+    LINKS,
+    SHARDS,
+    Sample,
+    _check_file,
+    _wait_for_writer,
+    check_states,
+    extract,
+    token_bytes,
+)
+from eagle3_train.generation import SetAside
+from eagle3_train.run import ERRORS, HIDDEN, PROMPTS, TRACES, Result, Run, Stage
+from tests.fault_server import (
+    TRACES_FILE,
+    FaultServer,
+    encode,
+    finish_stage,
+    prompt_id,
+    rows_of,
+    write_config,
+    write_prompts,
+)
+
+LAYERS = [2, 4, 5, 8]  # of a verifier with 8 layers
+HIDDEN_SIZE = 16
+TRAIN = [f"Question {number}?" for number in range(5)]
+VAL = ["Is this validation?", "Is this too?"]
+EVAL = ["Is this held out?"]
+SPLITS = {**dict.fromkeys(TRAIN, "train"), **dict.fromkeys(EVAL, "eval"), **dict.fromkeys(VAL, "val")}
+Disk = namedtuple("Disk", "total used free")
+
+
+def states_of(token_ids: list[int]) -> torch.Tensor:
+    """States [T, L, D] that depend on the token ids alone, as a verifier's do."""
+    generator = torch.Generator().manual_seed(sum(place * token for place, token in enumerate(token_ids, 1)))
+    return torch.randn(len(token_ids), len(LAYERS), HIDDEN_SIZE, generator=generator).to(torch.bfloat16)
+
+
+def prompt_of(question: str) -> list[int]:
+    return encode(f"user:{question}")
+
+
+def output_of(question: str) -> list[int]:
+    return encode(f"Answer to {question}")
+
+
+def tokens_of(question: str) -> list[int]:
+    return prompt_of(question) + output_of(question)
+
+
+def write_shard(path: Path, states: torch.Tensor, token_ids: list[int], layers: list[int]) -> None:
+    """A file as the connector writes it: complete or not at all."""
+    tensors = {"hidden_states": states.contiguous(), "token_ids": torch.tensor(token_ids)}
+    beside = path.with_name(f".{path.name}")
+    save_file(tensors, beside, metadata={"layer_ids": json.dumps(layers), "dtype": "bfloat16", "vllm": "0.32.0"})
+    os.replace(beside, path)
+
+
+def with_value(states: torch.Tensor, token: int, layer: int, value: float) -> torch.Tensor:
+    states[token, LAYERS.index(layer), 3] = value
+    return states
+
+
+def with_zero_token(states: torch.Tensor, token: int, layer: int) -> torch.Tensor:
+    states[token, LAYERS.index(layer)] = 0
+    return states
+
+
+def with_equal_layers(states: torch.Tensor, first: int, second: int) -> torch.Tensor:
+    states[:, LAYERS.index(second)] = states[:, LAYERS.index(first)]
+    return states
+
+
+# ---- one sample's states
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sound_states_are_accepted_in_both_storage_types(dtype: torch.dtype) -> None:
+    ids = list(range(30, 42))
+    check_states(states_of(ids).to(dtype), torch.tensor(ids), ids, LAYERS, HIDDEN_SIZE)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        pytest.param(lambda s: s[:-1], r"\[11, 4, 16\], expected \[12, 4, 16\]", id="fewer rows than tokens"),
+        pytest.param(lambda s: s[:, :3], r"\[12, 3, 16\], expected \[12, 4, 16\]", id="three layers of four"),
+        pytest.param(lambda s: s[:, :, :8], r"\[12, 4, 8\], expected \[12, 4, 16\]", id="another hidden size"),
+        pytest.param(lambda s: with_value(s, 0, 2, float("nan")), r"layer 2\b", id="a NaN in the first value"),
+        pytest.param(lambda s: with_value(s, 7, 4, float("nan")), r"layer 4\b", id="a NaN"),
+        pytest.param(lambda s: with_value(s, 11, 8, float("inf")), r"layer 8\b", id="an infinity"),
+        pytest.param(lambda s: with_value(s, 11, 5, float("-inf")), r"layer 5\b", id="a negative infinity"),
+        pytest.param(lambda s: with_zero_token(s, 6, 5), r"zero in layer 5\b", id="a token all zero"),
+        pytest.param(torch.zeros_like, r"zero in layer 2\b", id="everything zero"),
+        pytest.param(lambda s: with_equal_layers(s, 2, 4), r"layers 2 and 4\b", id="two layers equal"),
+        pytest.param(lambda s: with_equal_layers(s, 5, 8), r"layers 5 and 8\b", id="the last two layers equal"),
+    ],
+)
+def test_unsound_states_are_refused_naming_what_is_wrong(
+    spoil: Callable[[torch.Tensor], torch.Tensor], said: str
+) -> None:
+    ids = list(range(30, 42))
+    with pytest.raises(SetAside, match=said):
+        check_states(spoil(states_of(ids)), torch.tensor(ids), ids, LAYERS, HIDDEN_SIZE)
+
+
+@pytest.mark.parametrize("change", [lambda ids: ids[:-1], lambda ids: [*ids[:-1], 99], lambda ids: ids[::-1]])
+def test_states_of_other_token_ids_are_refused(change: Callable[[list[int]], list[int]]) -> None:
+    ids = list(range(30, 42))
+    with pytest.raises(SetAside, match="other token ids"):
+        check_states(states_of(ids), torch.tensor(change(ids)), ids, LAYERS, HIDDEN_SIZE)
+
+
+# ---- one captured file
+
+
+@pytest.fixture
+def sample() -> Sample:
+    return Sample("0123456789abcdef", "train", list(range(30, 38)), list(range(50, 60)))
+
+
+@pytest.fixture
+def captured(tmp_path: Path, sample: Sample) -> Path:
+    """A sound file, as the connector leaves it."""
+    path = tmp_path / "cmpl-0.safetensors"
+    write_shard(path, states_of(sample.token_ids), sample.token_ids, LAYERS)
+    return path
+
+
+def test_a_sound_file_passes_and_its_digest_is_the_files_own(captured: Path, sample: Sample) -> None:
+    digest = _check_file(captured, sample, LAYERS, HIDDEN_SIZE)
+    assert digest == hashlib.sha256(captured.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("kept", [-100, -1, 8, 0])
+def test_a_file_cut_short_is_never_counted_as_done(captured: Path, sample: Sample, kept: int) -> None:
+    captured.write_bytes(captured.read_bytes()[:kept])
+    with pytest.raises(SetAside, match="not a whole safetensors file"):
+        _check_file(captured, sample, LAYERS, HIDDEN_SIZE)
+
+
+def test_a_file_without_its_token_ids_is_refused(captured: Path, sample: Sample) -> None:
+    header = {"layer_ids": json.dumps(LAYERS)}
+    save_file({"hidden_states": states_of(sample.token_ids)}, captured, metadata=header)
+    with pytest.raises(SetAside):
+        _check_file(captured, sample, LAYERS, HIDDEN_SIZE)
+
+
+def test_a_failed_write_is_reported_in_the_servers_own_words(captured: Path, sample: Sample) -> None:
+    captured.with_name(captured.name + ".error").write_text("OSError: [Errno 28] No space left on device")
+    with pytest.raises(SetAside) as refused:
+        _check_file(captured, sample, LAYERS, HIDDEN_SIZE)
+    assert "No space left on device" in refused.value.detail
+
+
+def test_a_lock_released_without_a_file_is_refused(captured: Path, sample: Sample) -> None:
+    captured.unlink()
+    with pytest.raises(SetAside, match="without a file"):
+        _check_file(captured, sample, LAYERS, HIDDEN_SIZE)
+
+
+def test_other_layers_than_asked_stop_the_stage(captured: Path, sample: Sample) -> None:
+    write_shard(captured, states_of(sample.token_ids), sample.token_ids, [1, 3, 4, 8])
+    with pytest.raises(PipelineError, match=r"\[1, 3, 4, 8\], asked were \[2, 4, 5, 8\]"):
+        _check_file(captured, sample, LAYERS, HIDDEN_SIZE)
+
+
+def test_three_layers_where_four_were_asked_stop_the_stage(captured: Path, sample: Sample) -> None:
+    write_shard(captured, states_of(sample.token_ids)[:, :3], sample.token_ids, LAYERS)
+    with pytest.raises(PipelineError, match="3 layers where 4 were asked: this vLLM is too old"):
+        _check_file(captured, sample, LAYERS, HIDDEN_SIZE)
+
+
+@contextlib.contextmanager
+def locked(captured: Path) -> Iterator[TextIO]:
+    """The connector's lock on a file that is being written."""
+    with captured.with_name(captured.name + ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield lock
+
+
+def test_a_file_that_is_being_written_is_waited_for(captured: Path) -> None:
+    with locked(captured) as lock:
+        release = threading.Timer(0.3, lambda: fcntl.flock(lock, fcntl.LOCK_UN))
+        started = time.monotonic()
+        release.start()
+        _wait_for_writer(captured, timeout_s=5)
+        assert 0.25 < time.monotonic() - started < 2
+        release.join()
+
+
+def test_a_file_that_is_never_finished_is_given_up_after_the_timeout(captured: Path) -> None:
+    started = time.monotonic()
+    with locked(captured), pytest.raises(SetAside, match="not written within"):
+        _wait_for_writer(captured, timeout_s=0.2)
+    assert 0.2 <= time.monotonic() - started < 2
+
+
+def test_a_file_that_was_named_without_a_lock_is_refused(captured: Path) -> None:
+    with pytest.raises(SetAside, match="no lock"):
+        _wait_for_writer(captured, timeout_s=1)
+
+
+# ---- the stage
+
+
+class Engine:
+    """Stands where `vllm.serve` starts a vLLM server with our connector.
+
+    Attributes:
+        faults: question -> (what is written in place of a sound file, how many times).
+        starts: servers started so far.
+    """
+
+    def __init__(self, server: FaultServer):
+        self.server = server
+        self.faults: dict[str, tuple[str, float]] = {}
+        self.starts = 0
+        self._staging = Path()
+        self._locks: list[TextIO] = []
+        server.capture = self._capture
+
+    @contextlib.contextmanager
+    def serve(self, _config: Config, *, log: Path, extra_args: list[str], what: str) -> Iterator[vllm.Server]:
+        transfer = json.loads(extra_args[extra_args.index("--kv-transfer-config") + 1])
+        self._staging = Path(transfer["kv_connector_extra_config"]["shared_storage_path"])
+        speculative = json.loads(extra_args[extra_args.index("--speculative-config") + 1])
+        asked = speculative["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]
+        assert asked == LAYERS
+        assert "--no-enable-prefix-caching" in extra_args
+        self.starts += 1
+        yield vllm.Server(self.server.url, self.server.models[0])
+
+    def asked(self) -> dict[str, int]:
+        """Captures of each question."""
+        by_tokens = {tuple(tokens_of(question)): question for question in SPLITS}
+        return {by_tokens.get(ids, "another"): count for ids, count in self.server.captures.items()}
+
+    def _capture(self, token_ids: list[int], attempt: int) -> dict[str, Any] | bytes | None:
+        question = next((q for q in SPLITS if tokens_of(q) == token_ids), "another")
+        fault, times = self.faults.get(question, ("none", 0))
+        fault = fault if attempt <= times else "none"
+        if fault == "not JSON":
+            return b"<html>502 Bad Gateway</html>"
+        if fault == "nothing named":
+            return None
+        folder = self._staging.parent.parent if fault == "outside" else self._staging
+        path = folder / f"cmpl-{prompt_id(question)}-{attempt}.safetensors"
+        lock = path.with_name(path.name + ".lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        threading.Thread(target=self._write, args=(fault, path, token_ids, lock)).start()
+        return {"hidden_states_path": str(path)}
+
+    def _write(self, fault: str, path: Path, token_ids: list[int], lock: TextIO) -> None:
+        time.sleep(0.01)  # the answer is out before the file is
+        states, layers = states_of(token_ids), LAYERS
+        if fault == "NaN":
+            with_value(states, 1, 5, float("nan"))
+        elif fault == "fewer rows":
+            states = states[:-1]
+        elif fault == "other layers":
+            layers = [1, 3, 4, 8]
+        if fault == "failed write":
+            path.with_name(path.name + ".error").write_text("OSError: No space left on device")
+        elif fault != "no file":
+            write_shard(path, states, token_ids, layers)
+        if fault == "cut short":
+            path.write_bytes(path.read_bytes()[:-100])
+        if fault == "never finished":
+            self._locks.append(lock)
+        else:
+            lock.close()
+
+    def close(self) -> None:
+        for lock in self._locks:
+            lock.close()
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    with FaultServer() as server, contextlib.closing(Engine(server)) as running:
+        monkeypatch.setattr(vllm, "serve", running.serve)
+        yield running
+
+
+def write_verifier(folder: Path) -> Path:
+    """A stand-in with the three tensors that are read, and nothing else."""
+    write_config(folder, hidden_size=HIDDEN_SIZE)
+    heads = {
+        "language_model.model.embed_tokens.weight": torch.ones(512, HIDDEN_SIZE),
+        "language_model.lm_head.weight": torch.ones(512, HIDDEN_SIZE),
+        "language_model.model.norm.weight": torch.ones(HIDDEN_SIZE),
+    }
+    save_file(heads, folder / "model.safetensors")
+    return folder
+
+
+def write_traces(stage: Stage, finish_reasons: dict[str, str], outputs: dict[str, list[int]] | None = None) -> Result:
+    """The work of stage 01b: a trace for each question, in an order of its own."""
+    rows = [
+        {
+            "id": prompt_id(question),
+            "prompt_token_ids": prompt_of(question),
+            "output_token_ids": (outputs or {}).get(question, output_of(question)),
+            "reasoning": "thinking",
+            "content": "answer",
+            "finish_reason": finish_reasons.get(question, "stop"),
+        }
+        for question in reversed(SPLITS)
+    ]
+    (stage.folder / TRACES_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Result([TRACES_FILE], {"traces": len(rows)})
+
+
+def new_run(
+    folder: Path,
+    *,
+    extraction: dict[str, Any] | None = None,
+    max_model_len: int = 1024,
+    cut_off: str = "keep",
+    finish_reasons: dict[str, str] | None = None,
+    splits: dict[str, str] = SPLITS,
+) -> Run:
+    """A run whose stages 01 and 01b are done."""
+    config = Config(
+        verifier=Verifier(path=str(write_verifier(folder / "verifier"))),
+        server=ServerSettings(max_model_len=max_model_len),
+        generation=Generation(cut_off=cut_off),
+        extraction=Extraction(**({"concurrency": 3, "request_timeout_s": 5} | (extraction or {}))),
+    )
+    run = Run(folder / "run", config)
+    finish_stage(run, PROMPTS, lambda stage: write_prompts(stage, splits))
+    finish_stage(run, TRACES, lambda stage: write_traces(stage, finish_reasons or {}))
+    return run
+
+
+def capture(run: Run) -> Result:
+    return finish_stage(run, HIDDEN, extract)
+
+
+def shard(run: Run, question: str) -> Path:
+    return run.folder("02_hidden") / SHARDS / f"{prompt_id(question)}.safetensors"
+
+
+def dataset_of(run: Run) -> Path:
+    return run.folder("02_hidden") / DATASET
+
+
+def assert_speculators_reads(run: Run, questions: list[str]) -> None:
+    """Every row of the data set, through speculators' ArrowDataset, is what was captured for its question."""
+    from speculators.train.data import ArrowDataset
+
+    rows = ArrowDataset(max_len=512, datapath=str(dataset_of(run)), on_missing="raise")
+    assert len(rows) == len(questions)
+    for number, question in enumerate(questions):
+        row, ids = rows[number], tokens_of(question)
+        states = states_of(ids)
+        assert row["input_ids"].tolist() == ids
+        assert torch.equal(row["hidden_states"], states[:, :3].flatten(1))
+        assert torch.equal(row["verifier_last_hidden_states"], states[:, 3])
+        assert row["loss_mask"].tolist() == [0] * len(prompt_of(question)) + [1] * len(output_of(question))
+
+
+def test_speculators_own_dataset_reads_back_what_was_captured(tmp_path: Path, engine: Engine) -> None:
+    run = new_run(tmp_path)
+    result = capture(run)
+    assert_speculators_reads(run, [*TRAIN, *VAL])
+    assert engine.asked() == dict.fromkeys([*TRAIN, *VAL], 1)
+    assert (result.summary["train"], result.summary["val"], result.summary["set_aside"]) == (5, 2, 0)
+    assert result.summary["tokens"] == sum(len(tokens_of(question)) for question in [*TRAIN, *VAL])
+
+
+def test_train_rows_come_first_and_the_evaluation_split_is_absent(tmp_path: Path, engine: Engine) -> None:
+    import datasets
+
+    run = new_run(tmp_path)
+    capture(run)
+    table = datasets.load_from_disk(str(dataset_of(run))).with_format(None)
+    assert table["split"] == ["train"] * 5 + ["val"] * 2
+    assert table["id"] == [prompt_id(question) for question in [*TRAIN, *VAL]]
+    assert table["seq_len"] == [len(tokens_of(question)) for question in [*TRAIN, *VAL]]
+    assert not shard(run, EVAL[0]).exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory")
+def test_speculators_loaders_split_at_the_boundary_and_pack_the_captured_values(tmp_path: Path, engine: Engine) -> None:
+    from speculators.train.dataloader import create_train_val_loaders
+
+    run = new_run(tmp_path)
+    capture(run)
+    loaders = create_train_val_loaders(
+        data_path=str(dataset_of(run)),
+        total_seq_len=128,
+        hidden_states_dtype=torch.bfloat16,
+        vllm_endpoint="",
+        on_missing="raise",
+        verifier_name_or_path="unused",
+        request_timeout=None,
+        max_retries=0,
+        generation_validation_retries=0,
+        max_consecutive_generation_failures=1,
+        hidden_size=HIDDEN_SIZE,
+        num_target_layers=3,
+        num_workers=0,
+        prefetch_factor=4,
+        preprocess=None,
+        train_data_ratio=5.5 / 7,
+    )
+    for loader, questions in zip(loaders, (TRAIN, VAL), strict=True):
+        unseen = {tuple(tokens_of(question)): question for question in questions}
+        for batch in loader:
+            for document in range(int(batch["document_ids"].max()) + 1):
+                here = batch["document_ids"][0] == document
+                ids = tuple(batch["input_ids"][0, here].tolist())
+                question = unseen.pop(ids)
+                states = states_of(list(ids))
+                assert torch.equal(batch["hidden_states"][0, here], states[:, :3].flatten(1))
+                assert torch.equal(batch["verifier_last_hidden_states"][0, here], states[:, 3])
+                assert batch["loss_mask"][0, here].sum() == len(output_of(question))
+        assert unseen == {}
+
+
+def test_a_moved_run_is_still_read(tmp_path: Path, engine: Engine) -> None:
+    run = new_run(tmp_path)
+    capture(run)
+    shutil.move(run.path, tmp_path / "elsewhere")
+    moved = Run(tmp_path / "elsewhere", run.config)
+    assert_speculators_reads(moved, [*TRAIN, *VAL])
+    for link in (dataset_of(moved) / LINKS).iterdir():
+        assert not link.readlink().is_absolute()
+    texts = [path for path in moved.folder("02_hidden").rglob("*") if path.suffix in (".json", ".jsonl")]
+    assert texts
+    for path in texts:
+        assert str(tmp_path) not in path.read_text(), f"{path.name} names a path of this machine"
+
+
+def test_the_index_vouches_for_each_shard_by_digest_and_size(tmp_path: Path, engine: Engine) -> None:
+    run = new_run(tmp_path)
+    capture(run)
+    rows = rows_of(run.folder("02_hidden") / INDEX)
+    assert [row["id"] for row in rows] == [prompt_id(question) for question in [*TRAIN, *VAL]]
+    for row, question in zip(rows, [*TRAIN, *VAL], strict=True):
+        content = shard(run, question).read_bytes()
+        assert row["sha256"] == hashlib.sha256(content).hexdigest()
+        assert (row["bytes"], row["tokens"]) == (len(content), len(tokens_of(question)))
+
+
+@pytest.mark.parametrize(
+    "fault", ["fewer rows", "NaN", "cut short", "failed write", "no file", "never finished", "not JSON"]
+)
+def test_a_fault_that_passes_costs_one_more_request(tmp_path: Path, engine: Engine, fault: str) -> None:
+    engine.faults[TRAIN[1]] = (fault, 1)
+    run = new_run(tmp_path, extraction={"request_timeout_s": 0.5} if fault == "never finished" else None)
+    result = capture(run)
+    assert result.summary["set_aside"] == 0
+    assert engine.asked()[TRAIN[1]] == 2
+    assert_speculators_reads(run, [*TRAIN, *VAL])
+
+
+def test_a_sample_that_stays_unsound_is_set_aside_and_leaves_no_gap(tmp_path: Path, engine: Engine) -> None:
+    engine.faults[TRAIN[1]] = ("NaN", float("inf"))
+    run = new_run(tmp_path, extraction={"max_set_aside": 0.2})
+    result = capture(run)
+    (row,) = rows_of(run.folder("02_hidden") / ERRORS)
+    assert row["id"] == prompt_id(TRAIN[1])
+    assert "layer 5" in row["reason"]
+    assert result.summary["set_aside"] == 1
+    assert_speculators_reads(run, [TRAIN[0], *TRAIN[2:], *VAL])
+
+
+def test_more_unsound_samples_than_allowed_are_refused_and_the_rest_is_kept(tmp_path: Path, engine: Engine) -> None:
+    engine.faults |= {TRAIN[1]: ("NaN", 2), VAL[0]: ("fewer rows", 2)}
+    run = new_run(tmp_path, extraction={"max_set_aside": 0.2})
+    with pytest.raises(PipelineError, match="2 of 7") as refused:
+        capture(run)
+    assert "layer 5" in str(refused.value)
+    assert not dataset_of(run).exists()
+    before = dict(engine.asked())
+    capture(run)
+    again = {question: count - before.get(question, 0) for question, count in engine.asked().items()}
+    assert {question for question, count in again.items() if count} == {TRAIN[1], VAL[0]}
+    assert_speculators_reads(run, [*TRAIN, *VAL])
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("outside", "outside its staging folder"),
+        ("other layers", "asked were"),
+        ("nothing named", "connector did not load"),
+    ],
+)
+def test_a_server_that_captures_something_else_stops_the_stage_at_once(
+    tmp_path: Path, engine: Engine, fault: str, said: str
+) -> None:
+    engine.faults = {question: (fault, float("inf")) for question in SPLITS}
+    run = new_run(tmp_path, extraction={"concurrency": 1})
+    with pytest.raises(PipelineError, match=said):
+        capture(run)
+    assert sum(engine.asked().values()) == 1
+    assert list((run.folder("02_hidden") / SHARDS).iterdir()) == []
+
+
+def test_a_stopped_stage_captures_only_what_is_missing(tmp_path: Path, engine: Engine) -> None:
+    engine.faults[TRAIN[4]] = ("other layers", 1)
+    run = new_run(tmp_path, extraction={"concurrency": 1})
+    with pytest.raises(PipelineError):
+        capture(run)
+    kept = {question: shard(run, question).read_bytes() for question in SPLITS if shard(run, question).exists()}
+    assert 0 < len(kept) < len([*TRAIN, *VAL])
+    with (run.folder("02_hidden") / INDEX).open("ab") as index:
+        index.write(b'{"id": "0123456789ab')  # torn by a kill
+    capture(run)
+    assert engine.asked() == dict.fromkeys([*TRAIN, *VAL], 1) | {TRAIN[4]: 2}
+    assert_speculators_reads(run, [*TRAIN, *VAL])
+    assert all(shard(run, question).read_bytes() == content for question, content in kept.items())
+
+
+def spoil_truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def spoil_empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("spoil", [spoil_truncate, spoil_empty, Path.unlink])
+def test_a_shard_that_is_no_longer_whole_is_made_again_and_no_other(
+    tmp_path: Path, engine: Engine, spoil: Callable[[Path], None]
+) -> None:
+    run = new_run(tmp_path)
+    capture(run)
+    spoil(shard(run, TRAIN[2]))
+    result = capture(run)
+    assert engine.asked() == dict.fromkeys([*TRAIN, *VAL], 1) | {TRAIN[2]: 2}
+    assert result.summary["extracted_tokens"] == len(tokens_of(TRAIN[2]))
+    assert_speculators_reads(run, [*TRAIN, *VAL])
+
+
+def test_a_shard_that_no_index_row_vouches_for_is_made_again(tmp_path: Path, engine: Engine) -> None:
+    """As after a kill between the file's last rename and its row."""
+    run = new_run(tmp_path)
+    capture(run)
+    index = run.folder("02_hidden") / INDEX
+    index.write_text("".join(line for line in index.open() if prompt_id(TRAIN[0]) not in line))
+    write_shard(shard(run, TRAIN[0]), torch.zeros(3, 4, HIDDEN_SIZE), [1, 2, 3], LAYERS)
+    capture(run)
+    assert engine.asked()[TRAIN[0]] == 2
+    assert_speculators_reads(run, [*TRAIN, *VAL])
+
+
+def test_a_trace_that_changed_is_captured_again_and_no_other(tmp_path: Path, engine: Engine) -> None:
+    run = new_run(tmp_path)
+    capture(run)
+    traces = Stage(run, TRACES)
+    # Of the same length, so that neither counts nor sizes tell.
+    traces.finish(write_traces(traces, {}, outputs={TRAIN[3]: output_of(TRAIN[3])[::-1]}))
+    capture(run)
+    assert engine.asked() == dict.fromkeys([*TRAIN, *VAL], 1) | {"another": 1}
+    changed = prompt_of(TRAIN[3]) + output_of(TRAIN[3])[::-1]
+    tensors = load_file(shard(run, TRAIN[3]))
+    assert tensors["token_ids"].tolist() == changed
+    assert torch.equal(tensors["hidden_states"], states_of(changed))
+
+
+def test_a_finished_stage_starts_no_server_again(tmp_path: Path, engine: Engine) -> None:
+    run = new_run(tmp_path)
+    capture(run)
+    assert Stage(run, HIDDEN).begin(force=False) is False
+    shutil.rmtree(dataset_of(run))  # only the index of what is there
+    capture(run)
+    assert engine.starts == 1
+    assert_speculators_reads(run, [*TRAIN, *VAL])
+
+
+@pytest.mark.parametrize(("cut_off", "left_out"), [("keep", 0), ("drop", 1)])
+def test_cut_off_traces_are_kept_or_left_out_as_the_preset_says(
+    tmp_path: Path, engine: Engine, cut_off: str, left_out: int
+) -> None:
+    run = new_run(tmp_path, cut_off=cut_off, finish_reasons={TRAIN[0]: "length", EVAL[0]: "length"})
+    result = capture(run)
+    assert result.summary["cut_off_left_out"] == left_out
+    assert_speculators_reads(run, [*TRAIN[left_out:], *VAL])
+
+
+@pytest.mark.parametrize("empty", ["train", "val"])
+def test_a_split_without_any_trace_is_refused_before_a_server_starts(
+    tmp_path: Path, engine: Engine, empty: str
+) -> None:
+    splits = {question: "eval" if split == empty else split for question, split in SPLITS.items()}
+    run = new_run(tmp_path, splits=splits)
+    with pytest.raises(PipelineError, match=f"{empty} split"):
+        capture(run)
+    assert engine.starts == 0
+
+
+# ---- what must fit
+
+
+@pytest.mark.parametrize(("room", "fits"), [(0, False), (1, True)])
+def test_the_longest_trace_and_one_token_more_must_fit_the_server(
+    tmp_path: Path, engine: Engine, room: int, fits: bool
+) -> None:
+    longest = max(len(tokens_of(question)) for question in [*TRAIN, *VAL])
+    run = new_run(tmp_path, max_model_len=longest + room)
+    if fits:
+        capture(run)
+    else:
+        with pytest.raises(PipelineError, match=r"server\.max_model_len"):
+            capture(run)
+    assert engine.starts == int(fits)
+
+
+def test_a_disk_too_small_is_refused_before_a_server_starts_and_what_is_there_stays(
+    tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(tmp_path)
+    capture(run)
+    shard(run, TRAIN[0]).unlink()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: Disk(2**40, 2**40 - 2**29, 2**29))
+    with pytest.raises(PipelineError, match=r"0\.5 GiB free") as refused:
+        capture(run)
+    assert "--max-samples" in str(refused.value)
+    assert engine.starts == 1
+    assert all(shard(run, question).exists() for question in [*TRAIN[1:], *VAL])
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", 57_344), ("float32", 114_688)])
+def test_a_token_of_kimi_k2_5_takes_57344_bytes(tmp_path: Path, dtype: str, expected: int) -> None:
+    kimi = write_config(tmp_path, hidden_size=7168, num_hidden_layers=61, vocab_size=163840)
+    config = Config(verifier=Verifier(path=str(kimi)), extraction=Extraction(storage_dtype=dtype))
+    assert token_bytes(config) == expected
