@@ -4,6 +4,7 @@
 #   bash run_pipeline.sh                                   the embedded default, on any machine
 #   MAX_SAMPLES=64 RUN=runs/mine bash run_pipeline.sh --prompts.source my.jsonl
 #   PRESET=presets/tiny.yaml RUN=runs/big FROM=02 TO=04 bash run_pipeline.sh
+#   bash run_pipeline.sh --box b300x8 --price 48 --max-hours 18 --max-usd 900   refuses what would be dearer
 #   bash run_pipeline.sh --dry-run                         prints the commands
 #
 # Every stage skips what is done and goes on where it stopped; any --section.field value is passed to all of them.
@@ -22,7 +23,7 @@ ARGUMENTS=()
 for argument in "$@"; do
     case $argument in
         --dry-run) DRY_RUN=1 ;;
-        -h | --help) sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+        -h | --help) sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
         *) ARGUMENTS+=("$argument") ;;
     esac
 done
@@ -60,6 +61,8 @@ if [ -z "$DRY_RUN" ]; then
     source ./setup.sh
     set_up
 fi
+printf '\n== plan  what it will take, and whether the budgets allow it\n'
+run python plan.py "${COMMON[@]}" --brief
 printf '\n== verifier  the model whose answers are captured\n'
 run python -m eagle3_train.verifier "${COMMON[@]}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,35 @@ from matplotlib.figure import Figure
 
 INK, BLUE, ORANGE, GREEN = "#333333", "#2b6cb0", "#dd6b20", "#2f855a"
 COLOURS = (BLUE, ORANGE, GREEN)
+PALETTE = ("#a0aec0", BLUE, ORANGE, "#805ad5", GREEN, "#d69e2e", "#c53030")
 _OFFSET: dict[str, Any] = {"textcoords": "offset points", "color": INK}
+
+
+def prompts(path: Path, lengths: list[int], languages: Counter[str], sources: Counter[str]) -> None:
+    """Histogram of question lengths, and the share of each language and source."""
+    figure = Figure(figsize=(11, 3.8))
+    left, middle, right = figure.subplots(1, 3)
+    left.hist(lengths, bins=40, color=BLUE)
+    _label(left, "Length of the questions", "tokens", "prompts")
+    for axes, title, counted in ((middle, "Languages", languages), (right, "Sources", sources)):
+        shown = counted.most_common(10)[::-1]
+        bars = axes.barh([name[-24:] for name, _ in shown], [count for _, count in shown], color=GREEN)
+        axes.bar_label(bars, [f"{count / sum(counted.values()):.0%}" for _, count in shown], padding=2, fontsize=8)
+        axes.margins(x=0.15)
+        _label(axes, title, "prompts", "")
+    _save(figure, path)
+
+
+def lengths(path: Path, thinking: list[int], answers: list[int]) -> None:
+    """Histogram of what the verifier said: thinking and answer, in tokens."""
+    figure = Figure(figsize=(6, 3.8))
+    axes = figure.subplots()
+    longest = max([*thinking, *answers, 1])
+    edges = [longest * place / 40 for place in range(41)]
+    axes.hist([thinking, answers], bins=edges, color=[BLUE, ORANGE], label=["thinking", "answer"])
+    axes.legend(frameon=False)
+    _label(axes, "Length of the traces", "tokens", "traces")
+    _save(figure, path)
 
 
 def coverage(path: Path, cumulative: list[float], chosen: int, covered: float) -> None:
@@ -98,6 +127,25 @@ def speed_up(path: Path, load: dict[str, dict[str, dict[str, float]]]) -> None:
     axes.margins(y=0.15)
     axes.legend(frameon=False)
     _label(axes, "Speed under load", "requests in flight", "output tokens a second")
+    _save(figure, path)
+
+
+def plan(path: Path, options: dict[str, dict[str, float]]) -> None:
+    """Likely hours of every option as one bar, stage after stage."""
+    figure = Figure(figsize=(10, 1.4 + 0.42 * len(options)))
+    axes = figure.subplots()
+    stages = list(dict.fromkeys(stage for hours in options.values() for stage in hours))
+    left = dict.fromkeys(options, 0.0)
+    for stage, colour in zip(stages, PALETTE, strict=False):
+        widths = [hours.get(stage, 0.0) for hours in options.values()]
+        axes.barh(list(options), widths, left=list(left.values()), color=colour, height=0.6, label=stage)
+        left = {option: left[option] + width for option, width in zip(left, widths, strict=True)}
+    for place, total in enumerate(left.values()):
+        axes.annotate(f"{total:.3g} h", (total, place), (4, 0), va="center", fontsize=8, **_OFFSET)
+    axes.invert_yaxis()
+    axes.margins(x=0.1)
+    axes.legend(frameon=False, ncols=4, fontsize=8, loc="upper center", bbox_to_anchor=(0.4, -1.3 / len(options)))
+    _label(axes, "Likely hours by stage", "hours", "")
     _save(figure, path)
 
 

@@ -26,19 +26,24 @@ def stage_main(
     `choose` picks another spec by the configuration; `afterwards` is called on the finished stage, also when it was
     done already.
     """
+    exit_with(spec.script, lambda: _run_stage(spec, work, description or "", choose, afterwards))
+
+
+def exit_with(script: str, main: Callable[[], int]) -> NoReturn:
+    """Call `main` and exit with what it returns, or with the code and message of the error it is ended by."""
     signal.signal(signal.SIGTERM, _terminate)
     # A closed terminal must stop the server we started just as well.
     signal.signal(signal.SIGHUP, _terminate)
     try:
-        sys.exit(_run_stage(spec, work, description or "", choose, afterwards))
+        sys.exit(main())
     except PipelineError as error:
-        print(f"\n{spec.script}: {error}", file=sys.stderr)
+        print(f"\n{script}: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        print(f"\n{spec.script}: interrupted; what was made is kept, the same command goes on", file=sys.stderr)
+        print(f"\n{script}: interrupted; what was made is kept, the same command goes on", file=sys.stderr)
         sys.exit(130)
     except Terminated:
-        print(f"\n{spec.script}: terminated; what was made is kept, the same command goes on", file=sys.stderr)
+        print(f"\n{script}: terminated; what was made is kept, the same command goes on", file=sys.stderr)
         sys.exit(Terminated.exit_code)
 
 

@@ -92,17 +92,35 @@ class Server(Section):
     """Environment variables of the server process."""
 
 
+class Source(Section):
+    """One of several sources of questions."""
+
+    path: str = Field(min_length=1)
+    """JSON, JSONL (also .gz, .zst) or Parquet file, a directory of them, or a hub data set id."""
+    name: str | None = None
+    """Name in prompts.jsonl and in the summary; null takes the row's own `source`, or the path's last part."""
+    weight: float | None = Field(None, gt=0)
+    """Share of the sample relative to the other sources' weights; null for all means as they come."""
+
+
 class Prompts(Section):
     """Stage 01: the questions."""
 
     source: str = Field("mlabonne/open-perfectblend", min_length=1)
-    """JSON, JSONL or Parquet file, a directory of them, or a hub data set id."""
+    """JSON, JSONL (also .gz, .zst) or Parquet file, a directory of them, or a hub data set id."""
+    sources: list[Source] = []
+    """Several sources instead of one, e.g. [{path: a.jsonl, weight: 2}, {path: owner/name, name: code, weight: 1}]."""
     hub_split: str = "train"
     """Split of a hub data set."""
+    turns: Literal["first", "all"] = "first"
+    """first asks each conversation's first question on its own; all asks every user turn in order, with the verifier's
+    own earlier answers as history."""
     max_samples: int | None = Field(None, ge=1)
     """Questions kept, chosen by a hash of their content, so a larger number is a superset; null keeps all."""
-    max_prompt_chars: int = Field(32768, ge=1)
-    """Longer questions are set aside [characters]."""
+    max_prompt_tokens: int = Field(8192, ge=1)
+    """Longer questions are set aside, counted by the verifier's own tokenizer [tokens]."""
+    max_prompt_chars: int = Field(131072, ge=1)
+    """Longer questions are set aside before anything is tokenized [characters]."""
     val_fraction: float = Field(0.05, gt=0, lt=0.5)
     """Share used to validate the draft while it trains."""
     eval_fraction: float = Field(0.05, gt=0, lt=0.5)
@@ -112,36 +130,62 @@ class Prompts(Section):
     max_set_aside: float = Field(0.01, ge=0, le=1)
     """Share of unusable rows above which the stage refuses to go on."""
 
+    @model_validator(mode="after")
+    def _weights_for_all_or_none(self) -> Prompts:
+        given = [source.weight is not None for source in self.sources]
+        if any(given) and not all(given):
+            raise ValueError("either every source has a weight or none has")
+        return self
+
 
 class Generation(Section):
     """Stage 01b: the verifier's own thinking and answers."""
 
-    endpoint: str | None = how(None)
-    """Base URL of a running vLLM server (http://127.0.0.1:8000/v1); null starts one."""
-    temperature: float = Field(0.6, ge=0)
-    """Sampling temperature; 0 is greedy."""
+    endpoint: list[str] = how([])
+    """Base URLs of running vLLM servers (http://127.0.0.1:8000/v1); none starts one here."""
+    temperatures: list[float] = Field([0.6], min_length=1)
+    """Sampling temperatures; each prompt gets one of them, by its id. 0 is greedy."""
     top_p: float = Field(0.95, gt=0, le=1)
     """Nucleus sampling."""
     max_tokens: int = Field(16384, ge=1)
     """Longest thinking plus answer [tokens]."""
-    thinking: bool = True
-    """Let the verifier think before it answers."""
-    cut_off: Literal["keep", "drop"] = "keep"
-    """Traces that hit max_tokens: keep trains on what was said, without an end; drop leaves them out."""
+    thinking_share: float = Field(1.0, ge=0, le=1)
+    """Share of the prompts that the verifier thinks about; the others are asked with thinking switched off."""
     seed: int = 0
     """Base of the per-prompt sampling seeds."""
-    concurrency: int = how(128, ge=1)
-    """Requests in flight."""
+    concurrency: int = how(256, ge=1)
+    """Most requests in flight at one server; fewer while it queues or refuses."""
     request_timeout_s: float = how(1800, gt=0)
-    """Patience with one request [s]; a long reasoning trace takes many minutes."""
+    """Patience with one request, from sending to the last byte [s]; a long reasoning trace takes many minutes."""
     connect_timeout_s: float = how(10, gt=0)
     """Patience with the connection [s]."""
     max_retries: int = how(4, ge=0)
     """Retries of a request after 408, 409, 429, 5xx or a lost connection, with back-off."""
+    silence_s: float = how(60, gt=0)
+    """Seconds without any answer after which each server gets a one-token canary request."""
+    max_restarts: int = how(2, ge=0)
+    """Times our own server is started again after it died or fell silent."""
     max_set_aside: float = Field(0.01, ge=0, le=1)
     """Share of prompts without a usable trace above which the stage refuses to go on."""
     server_args: list[str] = how([])
     """Further arguments of this stage's vLLM server."""
+
+    @field_validator("endpoint", mode="before")
+    @classmethod
+    def _one_endpoint(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else (value or [])
+
+    @field_validator("temperatures", mode="before")
+    @classmethod
+    def _one_temperature(cls, value: Any) -> Any:
+        return value if isinstance(value, list) else [value]
+
+    @field_validator("temperatures")
+    @classmethod
+    def _not_negative(cls, value: list[float]) -> list[float]:
+        if any(temperature < 0 for temperature in value):
+            raise ValueError("a temperature is 0 or more")
+        return value
 
 
 class Extraction(Section):
@@ -149,6 +193,10 @@ class Extraction(Section):
 
     storage_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the states on disk."""
+    cut_off: Literal["keep", "drop"] = "keep"
+    """Traces that hit generation.max_tokens: keep trains on what was said, without an end; drop leaves them out."""
+    repetition: Literal["keep", "drop"] = "drop"
+    """Traces that end in a loop."""
     concurrency: int = how(32, ge=1)
     """Requests in flight."""
     request_timeout_s: float = how(600, gt=0)
@@ -305,6 +353,14 @@ class Plan(Section):
     """Mean thinking plus answer [tokens]; null takes that of `from_run`, else the prior of planning.py."""
     train_gpus: int = how(1, ge=1)
     """GPUs that train the draft, where the training rate is not measured."""
+
+    @model_validator(mode="after")
+    def _a_price_for_each_box(self) -> Plan:
+        if len(self.price) not in (0, 1, len(self.box)):
+            raise ValueError(f"{len(self.price)} prices for {len(self.box)} boxes; give one for all, or one for each")
+        if self.max_usd is not None and not self.price:
+            raise ValueError("max_usd needs price [USD an hour]")
+        return self
 
 
 class Config(BaseSettings):

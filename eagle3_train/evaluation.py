@@ -30,9 +30,10 @@ from typing import Any
 from eagle3_train import acceptance, load_test, prompt_sets, report, verifier
 from eagle3_train import server as vllm
 from eagle3_train.acceptance import Output
+from eagle3_train.asking import watch_server
 from eagle3_train.config import Config
 from eagle3_train.errors import GateFailed, PipelineError
-from eagle3_train.generation import SERVER_LOG, watch_server
+from eagle3_train.generation import SERVER_LOG
 from eagle3_train.progress import bar
 from eagle3_train.run import EVALUATE, Result, Stage, StageSpec, hardware, versions, write_text
 
@@ -410,7 +411,7 @@ def _load(
 
 
 def _think_end(config: Config) -> int | None:
-    if not config.generation.thinking:
+    if not config.generation.thinking_share:
         return None
     found = verifier.tokenizer(config.verifier).convert_tokens_to_ids("</think>")
     return found if isinstance(found, int) and found >= 0 else None

@@ -70,9 +70,10 @@ def export(stage: Stage) -> Result:
     settings = stage.config.export
     checkpoint = stage.input("04_train") / CHECKPOINTS / BEST
     saved = json.loads((checkpoint / CONFIG).read_text(encoding="utf-8"))
+    weights = load_file(checkpoint / WEIGHTS)
     tensors = {
         name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
-        for name, tensor in load_file(checkpoint / WEIGHTS).items()
+        for name, tensor in weights.items()
         if name not in (*TRAINING_ONLY, EMBEDDINGS)
     }
     flat = flat_config(saved, verifier.aux_layer_ids(stage.config.verifier))
@@ -82,6 +83,8 @@ def export(stage: Stage) -> Result:
     if settings.keep_embeddings:
         tensors[EMBEDDINGS] = embedding
     check_tensors(tensors, flat)
+    if "d2t" in tensors and not torch.equal(_t2d(tensors, flat["vocab_size"])["t2d"], weights["t2d"]):
+        raise PipelineError(f"{checkpoint}: d2t and t2d do not belong together; is d2t offsets (target id - draft id)?")
     if settings.format == "speculators":
         name = verifier.hub_name(stage.config.verifier, settings.verifier_name)
         config = speculators_config(saved, name)
@@ -107,8 +110,11 @@ def export(stage: Stage) -> Result:
         f"{len(published)} tensors, {size / 2**20:.1f} MiB, all checked; logits of the published draft equal the "
         f"trained one's on {len(shards)} shards (largest difference {difference:.1e}){shared}"
     )
+    lines = [line]
+    if settings.format == "speculators" and config["speculators_config"]["verifier"]["name_or_path"] is None:
+        lines.append("speculators itself loads it only with the verifier's name: --export.verifier_name OWNER/NAME")
     # The card is not vouched for: 06 adds what it measured.
-    return Result([CONFIG, WEIGHTS], summary, [line])
+    return Result([CONFIG, WEIGHTS], summary, lines)
 
 
 def flat_config(saved: dict[str, Any], layer_ids: list[int]) -> dict[str, Any]:
@@ -323,7 +329,9 @@ def _draft_model(tensors: dict[str, torch.Tensor], shape: dict[str, Any], config
     )
     model = Eagle3DraftModel(config=draft_config).float().eval()
     embedding = verifier.head_weights(config.verifier)[verifier.EMBEDDING]
-    state = {EMBEDDINGS: embedding} | {name: tensor for name, tensor in tensors.items() if name not in TRAINING_ONLY}
+    full = shape["draft_vocab_size"] == shape["vocab_size"]
+    unused = (*TRAINING_ONLY, "d2t") if full else TRAINING_ONLY
+    state = {EMBEDDINGS: embedding} | {name: tensor for name, tensor in tensors.items() if name not in unused}
     rounded = {n: t.to(torch.bfloat16).float() if t.is_floating_point() else t for n, t in state.items()}
     missing, unexpected = model.load_state_dict(rounded, strict=False)
     if lacking := [name for name in missing if name not in TRAINING_ONLY] + list(unexpected):

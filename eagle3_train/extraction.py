@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING, Any
 
 from eagle3_train import server as vllm
 from eagle3_train import verifier
+from eagle3_train.asking import SetAside, watch_server
 from eagle3_train.config import Config
 from eagle3_train.errors import PipelineError
-from eagle3_train.generation import SERVER_LOG, TRACES_FILE, SetAside, watch_server
+from eagle3_train.generation import CUT_OFF, REPETITION, SERVER_LOG, TRACES_FILE, prompt_of
 from eagle3_train.progress import bar
 from eagle3_train.prompts import PROMPTS_FILE
 from eagle3_train.run import ERRORS, JsonlLog, Result, Stage, check_set_aside, read_jsonl, write_text
@@ -107,21 +108,29 @@ def extract(stage: Stage) -> Result:
 
 
 def read_samples(stage: Stage) -> tuple[list[Sample], int]:
-    """The traces to train and validate on, in the order of the prompts, and how many cut-off ones were left out.
+    """The traces to train and validate on, in the order of the prompts, and how many the preset leaves out.
 
     Raises:
         PipelineError: the training or the validation split has no trace.
     """
-    traces = {row["id"]: row for row in read_jsonl(stage.input("01b_traces") / TRACES_FILE)}
-    samples, left_out = [], 0
-    for prompt in read_jsonl(stage.input("01_prompts") / PROMPTS_FILE):
-        trace = traces.get(prompt["id"])
-        if trace is None or prompt["split"] == "eval":
+    settings = stage.config.extraction
+    dropped = {
+        flag for flag, wish in ((CUT_OFF, settings.cut_off), (REPETITION, settings.repetition)) if wish == "drop"
+    }
+    splits = {row["id"]: row["split"] for row in read_jsonl(stage.input("01_prompts") / PROMPTS_FILE)}
+    found: dict[str, Sample] = {}
+    left_out = 0
+    for trace in read_jsonl(stage.input("01b_traces") / TRACES_FILE):
+        split = splits.get(prompt_of(trace["id"]))
+        if split is None or split == "eval":
             continue
-        if trace["finish_reason"] == "length" and stage.config.generation.cut_off == "drop":
+        if dropped & set(trace["flags"]):
             left_out += 1
             continue
-        samples.append(Sample(prompt["id"], prompt["split"], trace["prompt_token_ids"], trace["output_token_ids"]))
+        found[trace["id"]] = Sample(trace["id"], split, trace["prompt_token_ids"], trace["output_token_ids"])
+    # In the order of the prompts, a conversation's turns one after the other: not in that of the answers' arrival.
+    places = {prompt_id: place for place, prompt_id in enumerate(splits)}
+    samples = sorted(found.values(), key=lambda sample: (places[prompt_of(sample.id)], len(sample.prompt_ids)))
     for split in ("train", "val"):
         if not any(sample.split == split for sample in samples):
             raise PipelineError(f"no trace is left in the {split} split; prepare more prompts (--max-samples)")
@@ -368,7 +377,7 @@ def _summarise(
         "val": len(kept) - train,
         "tokens": tokens,
         "bytes": size,
-        "cut_off_left_out": left_out,
+        "left_out": left_out,
         "set_aside": set_aside,
         "extracted_tokens": new_tokens,
         "extraction_seconds": round(seconds, 2),

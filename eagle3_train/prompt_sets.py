@@ -12,12 +12,12 @@ from typing import Any
 
 from eagle3_train.config import Prompts
 from eagle3_train.errors import PipelineError
-from eagle3_train.prompts import FILE_KINDS, PROMPTS_FILE, BadRow, content_id, first_question, read_source
+from eagle3_train.prompts import FILE_KINDS, PROMPTS_FILE, BadRow, content_id, read_conversation, read_rows
 from eagle3_train.run import Stage, read_jsonl
 
 EVAL_SPLIT = "eval"
 BENCHMARKS = Path(__file__).resolve().parent.parent / "data" / "benchmarks"
-_MAX_CHARS = 200_000
+_READING = Prompts(max_prompt_chars=1_000_000)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def load(stage: Stage, name: str, limit: int) -> list[dict[str, Any]]:
         rows = read_jsonl(stage.input("01_prompts") / PROMPTS_FILE)
         prompts = [row for row in rows if row["split"] == EVAL_SPLIT]
     elif Path(name).exists():
-        prompts = list(_usable(row for _, row in read_source(Prompts(source=name))))
+        prompts = list(_usable(row for _, row in read_rows(name)))
     elif name in NAMED_SETS:
         prompts = list(_named(name))
     else:
@@ -95,7 +95,7 @@ def _usable(rows: Iterator[Any]) -> Iterator[dict[str, Any]]:
     seen = set()
     for row in rows:
         try:
-            messages = first_question(row, _MAX_CHARS)
+            messages, _ = read_conversation(row, _READING)
         except BadRow:
             continue
         prompt_id = content_id(messages)
@@ -107,7 +107,7 @@ def _usable(rows: Iterator[Any]) -> Iterator[dict[str, Any]]:
 def _named(name: str) -> Iterator[dict[str, Any]]:
     known = NAMED_SETS[name]
     local = [BENCHMARKS / f"{name}{kind}" for kind in FILE_KINDS if (BENCHMARKS / f"{name}{kind}").exists()]
-    rows = (row for _, row in read_source(Prompts(source=str(local[0])))) if local else _from_hub(known)
+    rows = (row for _, row in read_rows(str(local[0]))) if local else _from_hub(known)
     try:
         yield from _usable({"prompt": known.question(row)} for row in rows)
     except (KeyError, TypeError, IndexError) as error:

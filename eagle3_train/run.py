@@ -491,6 +491,13 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 def check_set_aside(what: str, set_aside: int, total: int, limit: float, errors: Path) -> None:
     """Refuse to go on when more than `limit` of the rows could not be used.
 
+    Args:
+        what: a word for the rows.
+        set_aside: how many could not be used.
+        total: of how many.
+        limit: the preset's share.
+        errors: the JSONL file that lists each with its `reason`.
+
     Raises:
         PipelineError: above the limit.
     """

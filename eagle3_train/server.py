@@ -145,6 +145,17 @@ def async_client(server: Server, *, timeout_s: float, connect_timeout_s: float, 
     return AsyncOpenAI(base_url=server.base_url, api_key=_api_key(), timeout=timeout, max_retries=max_retries)
 
 
+def version_of(server: Server) -> str:
+    """The vLLM version that answers, as it says itself; `unknown` for one that does not."""
+    import urllib.request
+
+    try:
+        with urllib.request.urlopen(f"{server.root_url}/version", timeout=10) as answer:
+            return str(json.loads(answer.read())["version"])
+    except (OSError, ValueError, KeyError):
+        return "unknown"
+
+
 def extraction_args(config: Config, staging: Path) -> list[str]:
     """Arguments that make a server save hidden states into `staging` with our connector."""
     speculative = {

@@ -11,11 +11,13 @@ import json
 import os
 import shutil
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from speculators.train import checkpointer as _checkpointer
 from speculators.train import trainer as _trainer
 
@@ -72,8 +74,21 @@ class DraftTrainer(_trainer.Trainer):
         super().train_epoch(epoch, step_callback=lambda: self._on_step(self))
 
     def run_training(self) -> None:
+        self._judge_last_checkpoint()
         # Without speculators' signal handling: the stage stops at a step's end and saves where it can resume.
         _trainer.Trainer.run_training.__wrapped__(self)
+
+    def _judge_last_checkpoint(self) -> None:
+        """Make up for a kill between an epoch's checkpoint and its validation, or while the best was linked."""
+        epoch = self.checkpointer.previous_epoch
+        if epoch == self.current_epoch - 1 >= 0 and not self.checkpointer.val_metrics_path(epoch).exists():
+            self.maybe_update_best(epoch, self.val_epoch(epoch))
+        judged = [
+            (self._estimate(json.loads(path.read_text())), -int(path.parent.name))
+            for path in self.checkpointer.path.glob("[0-9]*/val_metrics.json")
+        ]
+        if judged and self.checkpointer.read_best_epoch() is None:
+            self.checkpointer.update_best_symlink(-max(judged)[1])
 
     def maybe_save_checkpoint(self, epoch: int | str, local_step: int = 0) -> None:
         assert isinstance(epoch, int)
@@ -96,6 +111,9 @@ class DraftTrainer(_trainer.Trainer):
             self._save_training_state(epoch, local_step)
         finally:
             checkpointer.path = final.parent
+        for path in (staging / str(epoch)).iterdir():
+            with path.open("rb") as written:
+                os.fsync(written.fileno())
         earlier = final.with_name(f"{_REPLACED}{epoch}")
         if final.exists():
             os.rename(final, earlier)
@@ -114,6 +132,17 @@ class DraftTrainer(_trainer.Trainer):
             self.checkpointer.update_best_symlink(epoch)
 
 
+def _is_whole(folder: Path) -> bool:
+    """Whether every file is there, and the weights and the optimizer's state end as their formats do."""
+    if not all((folder / name).is_file() for name in CHECKPOINT_FILES):
+        return False
+    try:
+        with safe_open(folder / "model.safetensors", framework="pt"):
+            return zipfile.is_zipfile(folder / "optimizer_state_dict.pt")
+    except (SafetensorError, OSError):
+        return False
+
+
 def put_aside_torn_checkpoints(checkpoints: Path) -> list[Path]:
     """Rename checkpoint folders with a missing file, which speculators would trust; returns their new paths."""
     torn = []
@@ -125,10 +154,8 @@ def put_aside_torn_checkpoints(checkpoints: Path) -> list[Path]:
         else:
             os.rename(earlier, final)
     for folder in sorted(checkpoints.glob("*")):
-        if folder.name.isdigit() and not folder.is_symlink():
-            missing = [name for name in CHECKPOINT_FILES if not (folder / name).is_file()]
-            if missing:
-                aside = folder.with_name(f"torn-{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}")
-                os.rename(folder, aside)
-                torn.append(aside)
+        if folder.name.isdigit() and not folder.is_symlink() and not _is_whole(folder):
+            aside = folder.with_name(f"torn-{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+            os.rename(folder, aside)
+            torn.append(aside)
     return torn

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import signal
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -86,8 +87,9 @@ def train(stage: Stage) -> Result:
     for torn in speculators_patch.put_aside_torn_checkpoints(checkpoints):
         print(f"warning: {torn.name} is not a whole checkpoint; going on from an earlier one")
     steps = [_steps_in_epoch(train_loader, epoch) for epoch in range(settings.epochs)]
-    with _metrics_log(stage.folder / METRICS) as latest, _stop_requests() as stop:
-        trainer = speculators_patch.DraftTrainer(
+    progress = bar(total=sum(steps), desc="04 training", unit="step")
+    with progress, _metrics_log(stage.folder / METRICS) as latest, _stop_requests() as stop:
+        trainer = _make_trainer(
             model,
             TrainerConfig(
                 lr=settings.lr,
@@ -112,15 +114,41 @@ def train(stage: Stage) -> Result:
         )
         if trainer.global_step:
             print(f"going on after step {trainer.global_step} of {sum(steps)}")
-        with bar(total=sum(steps), initial=trainer.global_step, desc="04 training", unit="step") as progress:
-            trainer.run_training()
+        started, resumed_at = time.monotonic(), trainer.global_step
+        progress.update(resumed_at)
+        progress.unpause()
+        trainer.run_training()
     if stop:
         raise stop[0]
-    return _summarise(stage, sum(steps), rows)
+    # Of this attempt alone and without start-up: what the plan of a larger run is drawn from.
+    timing = {
+        "training_seconds": round(time.monotonic() - started, 2),
+        "trained_tokens": round(rows["train_tokens"] * settings.epochs * (sum(steps) - resumed_at) / sum(steps)),
+    }
+    return _summarise(stage, sum(steps), rows, timing)
+
+
+def _make_trainer(model: Any, config: Any, *loaders: Any, **hooks: Any) -> DraftTrainer:
+    """The trainer, at the last whole checkpoint.
+
+    Raises:
+        PipelineError: the checkpoint is of another model.
+    """
+    from eagle3_train.speculators_patch import DraftTrainer
+
+    try:
+        return DraftTrainer(model, config, *loaders, **hooks)
+    except RuntimeError as error:
+        if "size mismatch" not in str(error):
+            raise
+        raise PipelineError(
+            f"{config.save_path}: a checkpoint of another model ({str(error).splitlines()[-1].strip()}). "
+            "Set it aside with --force, or use another --run"
+        ) from None
 
 
 def check_dataset(dataset: Path, layer_ids: list[int]) -> dict[str, int]:
-    """Rows of each split, after a look at every shard: there, whole, of its row's tokens, of these layers.
+    """Rows of each split and training tokens, after a look at every shard: whole, of its row's tokens and the layers.
 
     speculators drops what it cannot read without a word, and a short shard shifts every later document of a pack.
 
@@ -130,12 +158,13 @@ def check_dataset(dataset: Path, layer_ids: list[int]) -> dict[str, int]:
     import datasets
     from safetensors import SafetensorError, safe_open
 
-    counts = {"train": 0, "val": 0}
-    table = datasets.load_from_disk(str(dataset)).with_format(None).remove_columns(["input_ids", "loss_mask"])
+    counts = {"train": 0, "val": 0, "train_tokens": 0}
+    table = datasets.load_from_disk(str(dataset)).with_format(None).remove_columns(["loss_mask"])
     for number, row in enumerate(bar(table, desc="04 checking shards", unit="shard")):
         path = dataset / LINKS / f"hs_{number}.safetensors"
         try:
             with safe_open(path, framework="pt") as shard:
+                ids = shard.get_tensor("token_ids").tolist()
                 shape = shard.get_slice("hidden_states").get_shape()
                 layers = json.loads((shard.metadata() or {}).get("layer_ids", "null"))
         except (SafetensorError, OSError) as error:
@@ -145,7 +174,10 @@ def check_dataset(dataset: Path, layer_ids: list[int]) -> dict[str, int]:
                 f"{path.resolve()}: {shape[0]} tokens of layers {layers}, but its row has {row['seq_len']} tokens and "
                 f"this verifier's layers are {layer_ids}; rerun 02_extract_hidden.py"
             )
+        if ids != row["input_ids"]:
+            raise PipelineError(f"{path.resolve()}: a shard of other tokens than its row; rerun 02_extract_hidden.py")
         counts[row["split"]] += 1
+        counts["train_tokens"] += row["seq_len"] if row["split"] == "train" else 0
     return counts
 
 
@@ -292,7 +324,7 @@ def _quiet_libraries() -> None:
     warnings.filterwarnings("ignore", message="In CPU autocast")  # float32 is meant, and autocast has nothing to do
 
 
-def _summarise(stage: Stage, steps: int, rows: dict[str, int]) -> Result:
+def _summarise(stage: Stage, steps: int, rows: dict[str, int], timing: dict[str, float]) -> Result:
     ttt_steps = stage.config.training.ttt_steps
     best = stage.folder / CHECKPOINTS / BEST
     metrics = json.loads((best / "val_metrics.json").read_text(encoding="utf-8"))
@@ -305,6 +337,7 @@ def _summarise(stage: Stage, steps: int, rows: dict[str, int]) -> Result:
         "best_epoch": epoch + 1,
         "val_loss": round(metrics["loss_epoch"], 4),
         "expected_acceptance_length": round(expected, 4),
+        **timing,
     }
     line = (
         f"{steps} steps; best after epoch {epoch + 1}: validation loss {summary['val_loss']}, "

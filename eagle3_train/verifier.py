@@ -223,7 +223,7 @@ def tokenizer(settings: Verifier) -> Any:
     """
     from transformers import AutoTokenizer
 
-    # Untrusted, transformers leaves Kimi's code out and guesses a tokenizer from the vocabulary: other token ids.
+    # Untrusted, transformers leaves Kimi's code out without a word and guesses how the text is to be split.
     if not settings.trust_remote_code and (code := _tokenizer_code(settings)):
         raise PipelineError(
             f"{settings.path}: its tokenizer is Python code ({code}) and verifier.trust_remote_code is false\n"
@@ -231,23 +231,24 @@ def tokenizer(settings: Verifier) -> Any:
         )
     try:
         return AutoTokenizer.from_pretrained(location(settings), trust_remote_code=settings.trust_remote_code)
-    except (ImportError, OSError, ValueError) as error:
-        raise PipelineError(f"{settings.path}: its tokenizer cannot be loaded: {str(error).strip()}") from None
+    except Exception as error:  # the checkpoint's own code may raise anything
+        raise PipelineError(f"{settings.path}: its tokenizer cannot be loaded: {str(error).strip()}") from error
 
 
 def _tokenizer_code(settings: Verifier) -> str | None:
     """The class that the checkpoint brings as its only tokenizer; None where transformers' own will do."""
-
-    def read(name: str) -> dict[str, Any] | None:
-        try:
-            return json.loads(file(settings, name).read_text(encoding="utf-8"))
-        except (PipelineError, ValueError):
-            return None
-
-    code = ((read("tokenizer_config.json") or {}).get("auto_map") or {}).get("AutoTokenizer")
-    if code is None or read("tokenizer.json") is not None:
+    try:
+        options = json.loads(file(settings, "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (PipelineError, ValueError):
         return None
-    return next(name for name in [code, *code] if isinstance(name, str)) if isinstance(code, list) else code
+    code = options.get("auto_map", {}).get("AutoTokenizer")
+    if code is None:
+        return None
+    try:
+        file(settings, "tokenizer.json")
+    except PipelineError:
+        return next(name for name in code if name) if isinstance(code, list) else code
+    return None
 
 
 def special_token_ids(settings: Verifier) -> list[int]:

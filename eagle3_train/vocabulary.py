@@ -94,10 +94,11 @@ def count_supervised(dataset: Path, target_size: int) -> dict[str, Counter[int]]
     rows = datasets.load_from_disk(str(dataset)).with_format(None)
     for row in bar(rows, desc="03 vocabulary", unit="sample"):
         said = [token for token, supervised in zip(row["input_ids"], row["loss_mask"], strict=True) if supervised]
-        if said and not 0 <= min(said) <= max(said) < target_size:
+        lowest, highest = min(row["input_ids"]), max(row["input_ids"])
+        if lowest < 0 or highest >= target_size:
             raise PipelineError(
-                f"trace {row['id']} holds token id {max(said)}, but the verifier's vocabulary ends at "
-                f"{target_size - 1}; was it made by another verifier?"
+                f"trace {row['id']} holds token id {lowest if lowest < 0 else highest}, but the verifier's vocabulary "
+                f"is 0 to {target_size - 1}; was it made by another verifier?"
             )
         counts[row["split"]].update(said)
     return counts

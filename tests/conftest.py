@@ -16,6 +16,7 @@ import pytest
 from eagle3_train import server as vllm
 from eagle3_train import verifier
 from eagle3_train.config import Config, parse
+from tests import kimi_standin
 
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -66,6 +67,16 @@ def tiny_config() -> Config:
 def tiny_verifier(tiny_config: Config) -> Path:
     """The embedded verifier's directory, built on first use."""
     return Path(verifier.location(tiny_config.verifier))
+
+
+@pytest.fixture(scope="session")
+def kimi(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Kimi-K2.5's stand-in; its remote code is copied into a folder of the tests' own, not into the user's cache."""
+    folder = tmp_path_factory.mktemp("kimi")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder / "modules"))
+        patch.setenv("HF_MODULES_CACHE", str(folder / "modules"))
+        yield kimi_standin.build(folder / "Kimi-K2.5")
 
 
 @pytest.fixture(scope="session")

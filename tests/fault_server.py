@@ -88,6 +88,8 @@ class FaultServer:
         self.requests: list[tuple[float, str, dict[str, Any]]] = []
         self.captures: Counter[tuple[int, ...]] = Counter()
         self.answered = 0
+        # Chat requests that were being answered at the same time: now, and at most.
+        self.at_once = self.most_at_once = 0
         self.hold_until = 0
         self.closing = threading.Event()
         self.lock = threading.Lock()
@@ -241,7 +243,12 @@ class _Handler(BaseHTTPRequestHandler):
         ours, question = self.server_of, body["messages"][-1]["content"]
         with ours.lock:
             ours.requests.append((time.monotonic(), question, body))
-        if ours.closing.wait(ours.delay_s):
+            ours.at_once += 1
+            ours.most_at_once = max(ours.most_at_once, ours.at_once)
+        closing = ours.closing.wait(ours.delay_s)
+        with ours.lock:
+            ours.at_once -= 1
+        if closing:
             return
         fault = ours.next_fault(question)
         answer = ours.completion(body, question)

@@ -5,8 +5,8 @@ over 64 shards, a tokenizer that is Python code beside a tiktoken vocabulary, th
 has its true name, shape and type; its data are a hole in a sparse file, so weights read as zeros. Of each layer's 384
 experts only the first few are listed (`experts=`), which is the one way in which it is smaller.
 
-    build(path)                    about a second, 3 MB of disk, 40 GB in `ls -l`
-    tensors(experts=384)           what the real checkpoint lists: 595 GB
+    build(path)                    0.1 s, 1 MB of disk, 29 GB in `ls -l`
+    build(path, experts=384)       every tensor of the real one: 4 s, 51 MB of disk, 595 GB in `ls -l`
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -174,7 +175,7 @@ CONFIG: dict[str, Any] = {
 }
 
 # The remote code that comes with the checkpoint; transformers imports it only where it is trusted.
-CONFIGURATION_TEXT = '''
+CONFIGURATION_TEXT = """
 from transformers import PretrainedConfig
 
 
@@ -190,8 +191,8 @@ class DeepseekV3Config(PretrainedConfig):
         self.rope_theta = rope_theta
         self.rope_scaling = rope_scaling
         super().__init__(**{name: options[name] for name in options.keys() & general})
-'''
-CONFIGURATION = '''
+"""
+CONFIGURATION = """
 from transformers import PretrainedConfig
 
 from .configuration_deepseek import DeepseekV3Config
@@ -208,7 +209,7 @@ class KimiK25Config(PretrainedConfig):
         self.text_config = DeepseekV3Config(**text_config) if isinstance(text_config, dict) else text_config
         self.vision_config = KimiK25VisionConfig(**vision_config) if isinstance(vision_config, dict) else vision_config
         super().__init__(**others)
-'''
+"""
 TOKENIZATION = r'''
 import base64
 from pathlib import Path
@@ -440,7 +441,7 @@ def _ranks() -> str:
     words = [[bytes([byte]) for byte in f" {word}".encode()] for word in (__doc__ or "").split()]
     tokens = [bytes([byte]) for byte in range(256)]
     for _ in range(64):
-        pairs = Counter(pair for word in words for pair in zip(word, word[1:], strict=False))
+        pairs = Counter(pair for word in words for pair in pairwise(word))
         best = max(pairs, key=lambda pair: (pairs[pair], pair))
         tokens.append(best[0] + best[1])
         words = [_merge(word, best) for word in words]

@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle3_train import server as vllm
-from eagle3_train.config import Config, Extraction, Generation, Verifier
+from eagle3_train.config import Config, Extraction, Verifier
 from eagle3_train.config import Server as ServerSettings
 from eagle3_train.errors import PipelineError
 from eagle3_train.extraction import (
@@ -339,6 +339,7 @@ def write_traces(stage: Stage, finish_reasons: dict[str, str], outputs: dict[str
             "reasoning": "thinking",
             "content": "answer",
             "finish_reason": finish_reasons.get(question, "stop"),
+            "flags": ["cut_off"] if finish_reasons.get(question) == "length" else [],
         }
         for question in reversed(SPLITS)
     ]
@@ -359,8 +360,7 @@ def new_run(
     config = Config(
         verifier=Verifier(path=str(write_verifier(folder / "verifier"))),
         server=ServerSettings(max_model_len=max_model_len),
-        generation=Generation(cut_off=cut_off),
-        extraction=Extraction(**({"concurrency": 3, "request_timeout_s": 5} | (extraction or {}))),
+        extraction=Extraction(**({"concurrency": 3, "request_timeout_s": 5, "cut_off": cut_off} | (extraction or {}))),
     )
     run = Run(folder / "run", config)
     finish_stage(run, PROMPTS, lambda stage: write_prompts(stage, splits))
@@ -613,7 +613,7 @@ def test_cut_off_traces_are_kept_or_left_out_as_the_preset_says(
 ) -> None:
     run = new_run(tmp_path, cut_off=cut_off, finish_reasons={TRAIN[0]: "length", EVAL[0]: "length"})
     result = capture(run)
-    assert result.summary["cut_off_left_out"] == left_out
+    assert result.summary["left_out"] == left_out
     assert_speculators_reads(run, [*TRAIN[left_out:], *VAL])
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import random
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -23,10 +25,12 @@ from typing import Any
 
 import pytest
 
+from eagle3_train import verifier
+from eagle3_train.asking import watch_server
 from eagle3_train.cli import _terminate
-from eagle3_train.config import Config, Generation, Verifier
+from eagle3_train.config import Config, Generation, Verifier, parse
 from eagle3_train.errors import PipelineError, Terminated
-from eagle3_train.generation import generate, watch_server
+from eagle3_train.generation import _TokenCheck, ends_in_a_loop, generate, sampling_of
 from eagle3_train.run import ERRORS, PROMPTS, TRACES, Result, Run, Stage
 from eagle3_train.server import Server
 from tests.fault_server import (
@@ -54,6 +58,7 @@ TRACE_FIELDS = {
     "finish_reason",
     "usage",
     "sampling",
+    "flags",
     "server",
 }
 
@@ -68,7 +73,7 @@ def numbered(count: int) -> list[str]:
     return [f"Question {number}?" for number in range(count)]
 
 
-def new_run(folder: Path, endpoint: str, questions: list[str], **generation: Any) -> Run:
+def new_run(folder: Path, endpoint: str | list[str], questions: list[str], **generation: Any) -> Run:
     """A run directory whose stage 01 is done, with patience fit for a test."""
     settings = {
         "endpoint": endpoint,
@@ -144,7 +149,7 @@ def test_each_prompt_gets_one_trace_with_the_servers_own_token_ids(tmp_path: Pat
 
 def test_a_trace_records_the_sampling_that_was_asked_of_the_server(tmp_path: Path, server: FaultServer) -> None:
     question = "Which settings?"
-    run = new_run(tmp_path, server.url, [question], temperature=0.5, top_p=0.75, max_tokens=33)
+    run = new_run(tmp_path, server.url, [question], temperatures=[0.5], top_p=0.75, max_tokens=33)
     ask(run)
     (sent,) = server.bodies(question)
     sampling = traces_of(run)[prompt_id(question)]["sampling"]
@@ -385,7 +390,7 @@ def test_answers_that_all_lack_thinking_stop_the_stage_early(tmp_path: Path) -> 
             ask(run)
         assert sum(server.asked().values()) < 20
     assert "--reasoning-parser" in str(refused.value)
-    assert "--no-generation.thinking" in str(refused.value)
+    assert "--generation.thinking_share 0" in str(refused.value)
 
 
 def test_a_short_run_without_any_thinking_is_refused_too(tmp_path: Path) -> None:
@@ -418,7 +423,7 @@ def test_some_answers_without_thinking_are_the_verifiers_own_choice(tmp_path: Pa
 
 def test_without_thinking_is_fine_when_it_was_asked_for(tmp_path: Path, server: FaultServer) -> None:
     questions = numbered(15)
-    run = new_run(tmp_path, server.url, questions, thinking=False)
+    run = new_run(tmp_path, server.url, questions, thinking_share=0)
     result = ask(run)
     assert (result.summary["traces"], result.summary["with_thinking"]) == (15, 0)
     assert [body["chat_template_kwargs"] for body in server.bodies(questions[0])] == [{"thinking": False}]
@@ -463,7 +468,7 @@ def test_an_attached_server_that_dies_stops_the_stage_instead_of_failing_every_p
 ) -> None:
     questions = numbered(80)
     server.delay_s = 0.05
-    run = new_run(tmp_path, server.url, questions, concurrency=2, max_retries=1)
+    run = new_run(tmp_path, server.url, questions, concurrency=2, max_retries=1, silence_s=6)
     process = start_script(run)
     server.wait_until_answered(5)
     server.close()  # killed: connections in flight are cut, new ones refused
@@ -522,28 +527,36 @@ def test_sigterm_is_obeyed_whatever_the_event_loop_is_doing(tmp_path: Path) -> N
         signal.signal(signal.SIGTERM, before)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_killed_again_and_again_each_prompt_still_ends_with_one_trace(
-    tmp_path: Path, server: FaultServer, seed: int
+def generate_in_this_process(run: Path) -> None:
+    """Stage 01b of a run by hand; started in processes that are made to be killed."""
+    _, config = parse(["--run", str(run)], "")
+    finish_stage(Run(run, config), TRACES, generate)
+
+
+def test_killed_at_thirty_moments_five_hundred_prompts_end_with_one_trace_each(
+    tmp_path: Path, server: FaultServer
 ) -> None:
-    rng = random.Random(seed)
-    questions = numbered(60)
-    server.delay_s = 0.03
+    rng = random.Random(0)
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["transformers.models.auto.tokenization_auto", "openai", "tests.test_generation"])
+    questions = numbered(500)
+    server.delay_s = 0.02
     run = new_run(tmp_path, server.url, questions, concurrency=4)
     kept: set[str] = set()
-    for _ in range(3):
-        process = start_script(run)
-        server.wait_until_answered(server.answered + rng.randint(1, 14))
+    for _ in range(30):
+        process = processes.Process(target=generate_in_this_process, args=(run.path,))
+        process.start()
+        server.wait_until_answered(server.answered + rng.randint(1, 14), timeout_s=60)
         time.sleep(rng.random() * 0.05)
         process.kill()
-        process.communicate()
+        process.join()
         text = (run.folder("01b_traces") / TRACES_FILE).read_text(encoding="utf-8")
         whole = {json.loads(line)["id"] for line in text.splitlines(keepends=True) if line.endswith("\n")}
         assert kept <= whole, "a kill lost traces that were there before"
         kept = whole
+    assert 0 < len(kept) < len(questions)
     server.delay_s = 0.0
-    code, _, err = run_script(run)
-    assert code == 0, err
+    ask(run)
     traces = traces_of(run)
     assert set(traces) == {prompt_id(question) for question in questions}
     assert all(traces[prompt_id(question)]["content"] == answer_to(question) for question in questions)
@@ -561,3 +574,139 @@ def test_a_second_process_on_the_same_run_is_refused(tmp_path: Path, server: Fau
     _, err = first.communicate(timeout=30)
     assert first.returncode == 0, err
     assert len(traces_of(run)) == 40
+
+
+# ---- what the preset may ask for
+
+
+def test_each_user_turn_is_asked_with_the_verifiers_own_answers_before_it(tmp_path: Path, server: FaultServer) -> None:
+    run = new_run(tmp_path, server.url, ["First?"])
+    path = run.folder("01_prompts") / "prompts.jsonl"
+    (row,) = rows_of(path)
+    path.write_text(json.dumps(row | {"follow_ups": ["Second?", "Third?"]}) + "\n")
+    ask(run)
+    traces = traces_of(run)
+    first = prompt_id("First?")
+    assert set(traces) == {first, f"{first}.2", f"{first}.3"}
+    (body,) = server.bodies("Third?")
+    assert [(m["role"], m["content"]) for m in body["messages"]] == [
+        ("user", "First?"),
+        ("assistant", answer_to("First?")),
+        ("user", "Second?"),
+        ("assistant", answer_to("Second?")),
+        ("user", "Third?"),
+    ]
+    assert body["messages"][1]["reasoning"] == thinking_on("First?")
+
+
+def test_a_conversation_stopped_in_the_middle_goes_on_with_the_same_history(
+    tmp_path: Path, server: FaultServer
+) -> None:
+    server.misbehave("Second?", "empty answer", times=1)
+    run = new_run(tmp_path, server.url, ["First?"], max_set_aside=1.0)
+    path = run.folder("01_prompts") / "prompts.jsonl"
+    (row,) = rows_of(path)
+    path.write_text(json.dumps(row | {"follow_ups": ["Second?"]}) + "\n")
+    ask(run)
+    assert set(traces_of(run)) == {prompt_id("First?")}
+    stage = Stage(run, TRACES)
+    stage.folder.joinpath("manifest.json").unlink()
+    stage._write_manifest("running", *stage.fingerprints(), Result([], {}))
+    ask(run)
+    assert len(traces_of(run)) == 2
+    assert server.asked() == {"First?": 1, "Second?": 2}
+    assert server.bodies("Second?")[1]["messages"][1]["content"] == answer_to("First?")
+
+
+def test_temperatures_and_thinking_are_shared_out_by_id_and_recorded(tmp_path: Path, server: FaultServer) -> None:
+    questions = numbered(60)
+    run = new_run(tmp_path, server.url, questions, temperatures=[0.0, 1.0], thinking_share=0.5)
+    ask(run)
+    traces = traces_of(run)
+    for question in questions:
+        (body,) = server.bodies(question)
+        trace = traces[prompt_id(question)]
+        asked_to_think = (body.get("chat_template_kwargs") or {}).get("thinking", True)
+        assert ("thinking_off" in trace["flags"]) == (not asked_to_think) == (trace["reasoning"] is None)
+        assert trace["sampling"]["temperature"] == body["temperature"]
+    warm = sum(trace["sampling"]["temperature"] == 1.0 for trace in traces.values())
+    thoughtful = sum(trace["reasoning"] is not None for trace in traces.values())
+    # Binomial: 30 expected, standard deviation 3.9.
+    assert 15 < warm < 45
+    assert 15 < thoughtful < 45
+    assert sampling_of(run.config.generation, prompt_id(questions[0])) == traces[prompt_id(questions[0])]["sampling"]
+
+
+@pytest.mark.parametrize(
+    ("ids", "loops"),
+    [
+        (list(range(500)), False),
+        ([*range(300), *[7] * 48], True),
+        ([*range(300), *[7] * 47], False),
+        ([*range(100), *([1, 2, 3, 4, 5] * 10)], True),
+        ([*range(100), *([1, 2, 3, 4, 5] * 10), 6], False),
+        (([*range(60)] * 4), True),
+        (([*range(60)] * 3), False),
+        ([7] * 20, False),
+    ],
+)
+def test_an_output_that_ends_in_one_cycle_over_and_over_is_a_loop(ids: list[int], loops: bool) -> None:
+    assert ends_in_a_loop(ids) is loops
+
+
+# ---- several servers, and one that cannot keep up
+
+
+def test_several_servers_share_the_work_and_a_dead_one_is_left_out(tmp_path: Path) -> None:
+    questions = numbered(60)
+    with FaultServer(delay_s=0.05) as one, FaultServer(delay_s=0.05) as other:
+        run = new_run(tmp_path, [one.url, other.url], questions, silence_s=2, max_retries=6)
+        killer = threading.Thread(target=lambda: (other.wait_until_answered(8), other.close()))
+        killer.start()
+        ask(run)
+        killer.join()
+        assert set(traces_of(run)) == {prompt_id(question) for question in questions}
+        assert other.answered >= 8
+        assert one.answered >= 30
+
+
+def test_requests_in_flight_grow_with_the_answers_and_shrink_when_refused(tmp_path: Path) -> None:
+    questions = numbered(150)
+    with FaultServer(delay_s=0.02) as server:
+        run = new_run(tmp_path, server.url, questions, concurrency=64)
+        ask(run)
+        assert server.most_at_once > 12  # it starts with 8
+    busy = [question for question in questions if question.endswith("3?")]
+    with FaultServer(delay_s=0.02) as server:
+        for question in busy:
+            server.misbehave(question, "http 503", times=1)
+        run = new_run(tmp_path / "busy", server.url, questions, concurrency=64)
+        ask(run)
+        assert server.most_at_once < 40
+        assert len(traces_of(run)) == len(questions)
+
+
+# ---- whose tokens are they
+
+
+def tiny_trace(config: Config, asked: str, said: str) -> dict[str, Any]:
+    tokenizer = verifier.tokenizer(config.verifier)
+    return {
+        "prompt_token_ids": tokenizer(asked, add_special_tokens=False)["input_ids"],
+        "output_token_ids": tokenizer(said, add_special_tokens=False)["input_ids"],
+        "reasoning": "Because.",
+        "content": "So.",
+    }
+
+
+def test_the_verifiers_own_template_and_tokenizer_pass_and_others_are_refused(tiny_config: Config) -> None:
+    messages = [{"role": "user", "content": "Why?"}]
+    asked = "<|im_user|>user<|im_middle|>Why?<|im_end|><|im_assistant|>assistant<|im_middle|><think>"
+    said = "Because.</think>So.<|im_end|>"
+    check = _TokenCheck(tiny_config)
+    check.look(messages, tiny_trace(tiny_config, asked, said), thinking=True)
+    check.look(messages, tiny_trace(tiny_config, asked + "</think>", said), thinking=False)
+    with pytest.raises(PipelineError, match="not the verifier's chat template"):
+        check.look(messages, tiny_trace(tiny_config, "USER: Why? ASSISTANT:", said), thinking=True)
+    with pytest.raises(PipelineError, match="not those of its text"):
+        check.look(messages, tiny_trace(tiny_config, asked, "Quite other words"), thinking=True)

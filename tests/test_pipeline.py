@@ -144,7 +144,8 @@ def test_users_own_prompts_make_a_draft_in_speculators_format_that_vllm_accepts(
     done = run_pipeline(
         tmp_path / "mine",
         *("--prompts.source", str(own)),
-        *("--export.format", "speculators"),
+        # speculators looks the verifier's config up by the recorded name: here a path relative to the project.
+        *("--export.format", "speculators", "--export.verifier_name", "models/tiny-kimi-k2.5"),
         *("--evaluation.sweep", "[1]", "--evaluation.load_concurrency", "[1]"),
         MAX_SAMPLES="64",
         PRESET="presets/tiny.yaml",

@@ -22,9 +22,10 @@ import pyarrow.parquet
 import pytest
 import yaml
 
-from eagle3_train.config import Config
+from eagle3_train import verifier
+from eagle3_train.config import Config, Prompts
 from eagle3_train.errors import PipelineError
-from eagle3_train.prompts import prepare
+from eagle3_train.prompts import assign_splits, content_id, prepare
 from eagle3_train.run import PROMPTS, Run, Stage
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -208,7 +209,7 @@ BAD_ROWS = {
     "a lone surrogate in a later turn": ({"messages": [user("Why?"), assistant("\ud800")]}, "surrogate"),
     "a lone surrogate in the input": ({"instruction": "Add.", "input": "1\ud800"}, "surrogate"),
     "a lone surrogate in a role": ({"messages": [{"role": "\ud800", "content": "Why?"}]}, "unknown role"),
-    "a question of 2 MB": ({"prompt": "Why? " * 400_000}, "longer than prompts.max_prompt_chars (32768)"),
+    "a question of 2 MB": ({"prompt": "Why? " * 400_000}, "longer than prompts.max_prompt_chars (131072)"),
 }
 
 
@@ -540,12 +541,13 @@ def small_samples() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("count", "fraction"), small_samples())
-def test_no_split_of_a_small_sample_is_empty(tmp_path: Path, many: Path, count: int, fraction: float) -> None:
-    for seed in range(8):
-        settings = {"max_samples": count, "val_fraction": fraction, "eval_fraction": fraction, "seed": seed}
-        summary = run_stage(many, tmp_path / f"{seed}", **settings)
-        assert min(summary[split] for split in ("train", "val", "eval")) >= 1, f"seed {seed}: {summary}"
-        assert summary["train"] + summary["val"] + summary["eval"] == count
+def test_no_split_of_a_small_sample_is_empty(count: int, fraction: float) -> None:
+    ids = [content_id([user(f"{number}?")]) for number in range(count)]
+    for seed in range(50):
+        settings = Prompts(val_fraction=fraction, eval_fraction=fraction, seed=seed)
+        found = Counter(assign_splits(ids, settings).values())
+        assert set(found) == {"train", "val", "eval"}, f"seed {seed}: {found}"
+        assert found.total() == count
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -652,3 +654,88 @@ def test_a_name_that_is_no_hub_id_is_not_looked_for_on_the_hub(
     with pytest.raises(PipelineError) as refused:
         run_stage(source, tmp_path / "run")
     assert f"prompts.source {source}:" in str(refused.value)
+
+
+# Several sources, conversations, lengths -----------------------------------------------------------------------------
+
+
+def source_file(folder: Path, name: str, count: int) -> str:
+    return str(write_rows(folder / f"{name}.jsonl", [{"prompt": f"{name} {number}?"} for number in range(count)]))
+
+
+def test_weights_decide_the_mix_and_a_larger_sample_still_holds_the_smaller(tmp_path: Path) -> None:
+    sources = [
+        {"path": source_file(tmp_path, "code", 400), "name": "code", "weight": 3},
+        {"path": source_file(tmp_path, "prose", 4000), "name": "prose", "weight": 1},
+    ]
+    samples = []
+    for size in (100, 200):
+        summary = run_stage("unused", tmp_path / f"{size}", sources=sources, max_samples=size)
+        # Three quarters expected; binomial standard deviation 0.04.
+        assert 0.6 < summary["by_source"]["code"] / size < 0.9
+        samples.append({row["id"] for row in rows_of(tmp_path / f"{size}")})
+    assert samples[0] < samples[1]
+
+
+def test_without_weights_sources_are_taken_as_they_come(tmp_path: Path) -> None:
+    sources = [{"path": source_file(tmp_path, name, count)} for name, count in (("few", 100), ("many", 900))]
+    summary = run_stage("unused", tmp_path / "run", sources=sources, max_samples=300)
+    assert 10 < summary["by_source"]["few.jsonl"] < 55  # 30 expected
+
+
+def test_the_same_question_in_two_sources_is_kept_once(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{number}?"} for number in range(20)]
+    sources = [{"path": str(write_rows(tmp_path / name, rows))} for name in ("a.jsonl", "b.jsonl")]
+    summary = run_stage("unused", tmp_path / "run", sources=sources)
+    assert (summary["prompts"], summary["duplicates"]) == (20, 20)
+
+
+def test_one_weight_without_the_others_is_refused() -> None:
+    with pytest.raises(ValueError, match="either every source has a weight or none has"):
+        Prompts(sources=[{"path": "a", "weight": 1}, {"path": "b"}])
+
+
+def test_all_user_turns_are_kept_in_order_when_asked_for(tmp_path: Path) -> None:
+    row = {"messages": [system("Be brief."), user("One?"), {"role": "assistant", "content": "1"}, user("Two?")]}
+    (first,), _ = ask(tmp_path, row)
+    assert "follow_ups" not in first
+    (whole,), _ = ask(tmp_path / "all", row, turns="all")
+    assert whole["messages"] == [system("Be brief."), user("One?")]
+    assert whole["follow_ups"] == ["Two?"]
+    assert whole["id"] == first["id"]
+
+
+def test_length_is_counted_by_the_verifiers_own_tokenizer(tmp_path: Path, tiny_config: Config) -> None:
+    tokenizer = verifier.tokenizer(tiny_config.verifier)
+    text = "What is 12 + 34? " * 8
+    tokens = len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    assert tokens < len(text.encode())  # otherwise bytes alone would decide
+    kept, _ = ask(tmp_path / "kept", {"prompt": text}, max_prompt_tokens=tokens)
+    assert len(kept) == 1
+    _, errors = ask(tmp_path / "dropped", {"prompt": text}, max_prompt_tokens=tokens - 1)
+    assert f"max_prompt_tokens ({tokens} > {tokens - 1})" in errors[0]["reason"]
+
+
+def test_the_summary_counts_languages_and_lengths_and_draws_them(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"What is the meaning of the number {number}, and why do people like it?"} for number in range(30)
+    ]
+    rows += [
+        {"prompt": f"\u4ec0\u4e48\u662f\u673a\u5668\u5b66\u4e60\uff1f\u8bf7\u8be6\u7ec6\u89e3\u91ca {number}"}
+        for number in range(10)
+    ]
+    summary = run_stage(write_rows(tmp_path / "data.jsonl", rows), tmp_path / "run")
+    assert summary["by_language"]["zh"] == 10
+    assert summary["by_language"]["en"] >= 25
+    assert 0 < summary["p50_tokens"] <= summary["p95_tokens"] <= summary["max_tokens"]
+    assert (tmp_path / "run" / "01_prompts" / "prompts.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", ["data.jsonl.gz", "data.jsonl.zst", "data.json.gz"])
+def test_compressed_files_are_read(tmp_path: Path, name: str) -> None:
+    rows = [{"prompt": f"{number}?"} for number in range(5)]
+    plain = json.dumps(rows) if ".json." in name else "".join(json.dumps(row) + "\n" for row in rows)
+    codec = "gzip" if name.endswith(".gz") else "zstd"
+    with pyarrow.CompressedOutputStream(str(tmp_path / name), codec) as file:
+        file.write(plain.encode())
+    assert run_stage(tmp_path / name, tmp_path / "run")["prompts"] == 5
