@@ -15,7 +15,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 RUN=${RUN:-runs/tiny}                # where everything of this run is kept
 PRESET=${PRESET:-}                   # left out: the run's own run.yaml, or presets/tiny.yaml for a new run
 MAX_SAMPLES=${MAX_SAMPLES:-}         # questions used; left out: as the preset says
-FROM=${FROM:-01}                     # first stage: 01 01b 02 03 04 05 06
+FROM=${FROM:-00}                     # first stage: 00 01 01b 02 03 04 05 06
 TO=${TO:-06}                         # last stage
 
 DRY_RUN=
@@ -30,7 +30,7 @@ done
 [ -n "$PRESET" ] || [ -f "$RUN/run.yaml" ] || PRESET=presets/tiny.yaml
 COMMON=(--run "$RUN" ${PRESET:+--preset "$PRESET"} ${MAX_SAMPLES:+--max-samples "$MAX_SAMPLES"} "${ARGUMENTS[@]}")
 
-STAGES=(01 01b 02 03 04 05 06)
+STAGES=(00 01 01b 02 03 04 05 06)
 position() {
     local number
     for number in "${!STAGES[@]}"; do [ "${STAGES[$number]}" = "$1" ] && { echo "$number"; return; }; done
@@ -66,6 +66,7 @@ run python plan.py "${COMMON[@]}" --brief
 printf '\n== verifier  the model whose answers are captured\n'
 run python -m eagle3_train.verifier "${COMMON[@]}"
 
+stage 00  00_preflight.py          "is this box fit for this run"
 stage 01  01_prepare_data.py       "which questions to ask"
 stage 01b 01b_generate_synthetic.py "the verifier thinks and answers"
 stage 02  02_extract_hidden.py     "its hidden states for every token it said"
