@@ -567,7 +567,8 @@ def _explain(error: ValidationError) -> Iterator[str]:
             near = _nearest(dotted, known)
             yield f"{dotted}: no such field" + (f"; did you mean {near}?" if near else f"; known: {', '.join(known)}")
         else:
-            yield f"{dotted}: {problem['msg']}, got {problem['input']!r}"
+            reason = problem["msg"].removeprefix("Value error, ")
+            yield f"{dotted}: {reason}, got {problem['input']!r}"
 
 
 def _nearest(name: str, known: list[str]) -> str | None:

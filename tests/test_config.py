@@ -46,9 +46,9 @@ def refusal(folder: Path, *flags: str, preset: str | bytes = "") -> str:
 
 
 def test_a_flag_beats_the_preset_and_the_preset_beats_the_default(tmp_path: Path) -> None:
-    preset = "generation: {temperature: 0.3, top_p: 0.5}"
-    resolved = resolve(tmp_path, "--generation.temperature", "0.1", preset=preset).generation
-    assert (resolved.temperature, resolved.top_p, resolved.max_tokens) == (0.1, 0.5, 16384)
+    preset = "generation: {max_tokens: 3, top_p: 0.5}"
+    resolved = resolve(tmp_path, "--generation.max_tokens", "1", preset=preset).generation
+    assert (resolved.max_tokens, resolved.top_p, resolved.seed) == (1, 0.5, 0)
 
 
 def test_an_empty_preset_gives_the_defaults(tmp_path: Path) -> None:
@@ -62,8 +62,8 @@ def test_an_empty_preset_gives_the_defaults(tmp_path: Path) -> None:
         (["--prompts.max_samples=7"], "prompts", "max_samples", 7),
         (["--max-samples", "7"], "prompts", "max_samples", 7),
         (["--prompts.max_samples", "null"], "prompts", "max_samples", None),
-        (["--endpoint", "http://127.0.0.1:8000/v1"], "generation", "endpoint", "http://127.0.0.1:8000/v1"),
-        (["--no-generation.thinking"], "generation", "thinking", False),
+        (["--endpoint", "http://127.0.0.1:8000/v1"], "generation", "endpoint", ["http://127.0.0.1:8000/v1"]),
+        (["--no-draft.norm_before_residual"], "draft", "norm_before_residual", False),
         (["--draft.fc_norm"], "draft", "fc_norm", True),
         (["--training.lr", "3e-4"], "training", "lr", 0.0003),
         (["--verifier.aux_layer_ids", "2,4,5"], "verifier", "aux_layer_ids", [2, 4, 5]),
@@ -104,7 +104,7 @@ def test_a_named_preset_is_used_instead_of_the_runs_own_configuration(tmp_path: 
 def test_a_new_run_without_a_preset_is_refused_and_told_the_presets(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="new run") as refused:
         parse(["--run", str(tmp_path / "new")], "a stage")
-    assert "--preset presets/tiny.yaml" in str(refused.value)
+    assert "presets/tiny.yaml" in str(refused.value)
     assert refused.value.exit_code == 2
     assert not (tmp_path / "new").exists()
 
@@ -167,7 +167,7 @@ def test_a_flag_may_not_be_abbreviated(tmp_path: Path) -> None:
         ("prompts: {max_sample: 3}", "prompts.max_sample", "prompts.max_samples"),
         ("training: {epoch: 1}", "training.epoch", "training.epochs"),
         ("draft: {num_layer: 4}", "draft.num_layer", "draft.num_layers"),
-        ("generation: {temprature: 1}", "generation.temprature", "generation.temperature"),
+        ("generation: {temprature: 1}", "generation.temprature", "generation.temperatures"),
         ("promts: {seed: 1}", "promts", "prompts"),
         ("Training: {epochs: 1}", "Training", "training"),
     ],
@@ -192,9 +192,9 @@ def test_a_name_like_no_other_is_refused_with_the_names_there_are(tmp_path: Path
         ("prompts", "max_samples", 0, "0"),
         ("prompts", "val_fraction", 0.5, "0.5"),
         ("prompts", "seed", 1.5, "1.5"),
-        ("generation", "temperature", -0.1, "-0.1"),
+        ("training", "weight_decay", -0.1, "-0.1"),
         ("generation", "top_p", 1.1, "1.1"),
-        ("generation", "cut_off", "kep", "kep"),
+        ("extraction", "cut_off", "kep", "kep"),
         ("server", "port", 70000, "70000"),
         ("vocabulary", "draft_size", 63, "63"),
         ("extraction", "storage_dtype", "float16", "float16"),
@@ -386,8 +386,8 @@ def test_a_field_about_how_the_work_is_done_decides_no_result(field: str) -> Non
         "prompts.source",
         "prompts.max_samples",
         "prompts.seed",
-        "generation.temperature",
-        "generation.thinking",
+        "generation.temperatures",
+        "generation.thinking_share",
         "generation.seed",
         "extraction.storage_dtype",
         "vocabulary.draft_size",

@@ -1,0 +1,123 @@
+"""What the benchmarks share: measured processes, runs to measure, and the result file."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle3_train.run import hardware, versions, write_text
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a process took.
+
+    Attributes:
+        wall_s: from its start to its end.
+        cpu_s: user and system time of it and of the children that it waited for.
+        peak_mib: its largest resident set.
+        output: stdout and stderr.
+    """
+
+    wall_s: float
+    cpu_s: float
+    peak_mib: float
+    output: str
+
+
+def run_measured(command: Sequence[str], *, log: Path, core: int | None = None) -> Measured:
+    """Run `command` in the project's root, on one core if told so.
+
+    Raises:
+        RuntimeError: it failed; with the end of its output.
+    """
+    started = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*on_core(core), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env={**os.environ, **OFFLINE},
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    said = log.read_text(encoding="utf-8", errors="replace")
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{said[-3000:]}")
+    return Measured(
+        time.monotonic() - started, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024, said.replace("\r", "\n")
+    )
+
+
+def on_core(core: int | None) -> list[str]:
+    """The start of a command line that keeps a process on one core."""
+    return [] if core is None else ["taskset", "-c", str(core)]
+
+
+def stage_command(script: str, run: Path, **flags: Any) -> list[str]:
+    """The command line of a numbered script on the tiny preset; `prompts__source=x` is `--prompts.source x`."""
+    command = [sys.executable, script, "--run", str(run), "--preset", "presets/tiny.yaml"]
+    for name, value in flags.items():
+        command += [f"--{name.replace('__', '.')}", str(value)]
+    return command
+
+
+def summary_of(run: Path, folder: str) -> dict[str, Any]:
+    """The figures that a finished stage left in its manifest."""
+    return json.loads((run / folder / "manifest.json").read_text(encoding="utf-8"))["summary"]
+
+
+def spread(values: Sequence[float], digits: int = 1) -> dict[str, float | int]:
+    """Median, smallest and largest of repeated measurements."""
+    return {
+        "median": round(statistics.median(values), digits),
+        "min": round(min(values), digits),
+        "max": round(max(values), digits),
+        "repeats": len(values),
+    }
+
+
+def write_result(
+    name: str, *, ours: dict[str, Any], peer: dict[str, Any], ratio: dict[str, Any], unit: str, notes: list[str]
+) -> None:
+    """Replace `benchmarks/results/<name>.json` and show it."""
+    result = {
+        "name": name,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "commit": _commit(),
+        "command": " ".join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
+        "hardware": hardware(),
+        "versions": versions(),
+        "ours": ours,
+        "peer": peer,
+        "ratio": ratio,
+        "unit": unit,
+        "notes": notes,
+    }
+    text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
+    write_text(RESULTS / f"{name}.json", text)
+    print(text)
+
+
+def _commit() -> str:
+    """The commit, with `+` when the code that was measured is not what it holds."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+    changed = git("status", "--porcelain", "--", "eagle3_train", "benchmarks/*.py", "presets")
+    return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")

@@ -1,0 +1,133 @@
+"""README, playbook and headers stay true: every command, flag and file they name exists and is understood."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import PROJECT, run_stage
+
+DOCUMENTS = ("README.md", "next-steps-eagle.md")
+SCRIPTS = sorted(path.name for path in PROJECT.glob("*.py"))
+# Files that a run or the set-up makes, and pictures of what a user has to fill in.
+MADE_LATER = ("runs/", "my.jsonl", ".venv", "elsewhere", "models/")
+
+
+def text_of(document: str) -> str:
+    return (PROJECT / document).read_text(encoding="utf-8")
+
+
+def commands() -> list[tuple[str, str]]:
+    """(document, command) for each indented or inline command line of ours."""
+    found = []
+    for document in (*DOCUMENTS, *SCRIPTS, "run_pipeline.sh"):
+        for line in text_of(document).splitlines():
+            stripped = line.strip().lstrip("# ").strip("`")
+            command = re.split(r"\s{2,}|\s#\s", stripped)[0]
+            variables = r"(?:[A-Z_]+=\S+ )*"
+            if re.match(rf"{variables}(python|bash) \S+\.(py|sh)\b", command) and "..." not in command:
+                found.append((document, command))
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize(("document", "command"), commands())
+def test_every_command_of_the_documents_is_understood(document: str, command: str) -> None:
+    words = shlex.split(command)
+    variables = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
+    program, script, *arguments = words[len(variables) :]
+    assert (PROJECT / script).is_file(), f"{document}: {script} does not exist"
+    flags = [argument.split("=")[0] for argument in arguments if argument.startswith("--")]
+    if script == "run_pipeline.sh":
+        shown = subprocess.run(
+            ["bash", script, *arguments, "--dry-run"],
+            cwd=PROJECT,
+            env=os.environ | variables,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert shown.returncode == 0, shown.stderr
+        known = subprocess.run(
+            [sys.executable, "01_prepare_data.py", "--help"], cwd=PROJECT, capture_output=True, text=True
+        )
+        missing = [flag for flag in flags if flag not in ("--dry-run", "--help") and flag not in known.stdout]
+    elif program == "bash":
+        assert subprocess.run(["bash", "-n", script], cwd=PROJECT, check=False).returncode == 0
+        missing = []
+    else:
+        known = run_stage(script, "--help")
+        assert known.returncode == 0, known.stderr
+        missing = [flag for flag in flags if flag not in known.stdout]
+    assert not missing, f"{document}: {command} names flags that {script} does not have: {missing}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_file_the_documents_name_exists(document: str) -> None:
+    named = set(re.findall(r"`([\w./-]+\.(?:py|sh|yaml|md|txt|json|jsonl|toml|png))`", text_of(document)))
+    named |= set(re.findall(r"\]\(([\w./-]+)\)", text_of(document)))
+    in_a_run = {path for path in named if not (PROJECT / path).exists()}
+    unknown = [
+        path
+        for path in in_a_run
+        if not path.startswith(MADE_LATER) and not any(path.endswith(name) for name in RUN_FILES)
+    ]
+    assert not unknown, f"{document} names files that are not there: {unknown}"
+
+
+# What stages write into a run, as the documents call it.
+RUN_FILES = (
+    "run.yaml",
+    "timings.jsonl",
+    "manifest.json",
+    "errors.jsonl",
+    "server.log",
+    "report.md",
+    "results.json",
+    "curves.png",
+    "preflight.json",
+    "prompts.jsonl",
+    "traces.jsonl",
+    "acceptance.csv",
+    "connector.py",
+    "server.py",
+    "verifier.py",
+    "config.py",
+    "run.py",
+    "vllm_plugin.py",
+    "speculators_patch.py",
+)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_setting_the_documents_name_exists(document: str, tiny_config: object) -> None:
+    from eagle3_train.config import Config, section_names
+
+    for section, field in re.findall(r"`-{0,2}(\w+)\.(\w+)[^`]*`", text_of(document)):
+        if section in section_names() and field not in ("py", "log"):
+            known = Config.model_fields[section].annotation.model_fields  # type: ignore[union-attr]
+            assert field in known, f"{document}: {section}.{field} is no setting"
+
+
+def test_every_script_is_a_door_with_a_header_that_says_what_it_is() -> None:
+    for script in SCRIPTS:
+        lines = text_of(script).splitlines()
+        assert len(lines) < 80, f"{script} is a room"
+        assert lines[0].startswith('"""'), script
+
+
+def test_no_tracked_file_names_a_machines_own_paths() -> None:
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=PROJECT, capture_output=True, text=True, check=False
+    ).stdout.split()
+    pattern = re.compile(r"(?<![\w.])/(?:work|root|farm|home)/")
+    for name in tracked:
+        path = PROJECT / name
+        if path.suffix in {".py", ".sh", ".md", ".yaml", ".json", ".jsonl", ".toml", ".txt"} and path.is_file():
+            if path == Path(__file__):
+                continue
+            assert not pattern.search(path.read_text(encoding="utf-8")), name
