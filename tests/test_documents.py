@@ -52,9 +52,7 @@ def test_every_command_of_the_documents_is_understood(document: str, command: st
             check=False,
         )
         assert shown.returncode == 0, shown.stderr
-        known = subprocess.run(
-            [sys.executable, "01_prepare_data.py", "--help"], cwd=PROJECT, capture_output=True, text=True
-        )
+        known = run_stage("01_prepare_data.py", "--help")
         missing = [flag for flag in flags if flag not in ("--dry-run", "--help") and flag not in known.stdout]
     elif program == "bash":
         assert subprocess.run(["bash", "-n", script], cwd=PROJECT, check=False).returncode == 0
