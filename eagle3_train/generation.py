@@ -53,21 +53,34 @@ def generate(stage: Stage) -> Result:
     errors_path.unlink(missing_ok=True)  # what an earlier attempt set aside is asked again
     seconds = 0.0
     with JsonlLog(traces_path) as traces, JsonlLog(errors_path) as errors:
-        have = {row["id"]: row for row in read_jsonl(traces_path) if prompt_of(row["id"]) in prompts}
+        have: dict[str, dict[str, Any] | None] = {}
+        thinking_seen = False
+        for row in read_jsonl(traces_path):
+            if prompt_of(row["id"]) in prompts:
+                have[row["id"]] = _said(row, prompts)
+                thinking_seen = thinking_seen or bool(row["reasoning"])
+        had = set(have)
         missing = [prompt for prompt in prompts.values() if not _turns(prompt).keys() <= have.keys()]
         if have:
             print(f"{len(prompts) - len(missing)} of {len(prompts)} prompts have their traces already")
         if missing:
-            asking = _Asking(stage, missing, have, traces, errors)
+            asking = _Asking(stage, missing, have, traces, errors, thinking_seen=thinking_seen)
             seconds = asking.run(done=len(prompts) - len(missing))
     set_aside = sum(1 for _ in read_jsonl(errors_path))
     check_set_aside("prompts", set_aside, len(prompts), settings.max_set_aside, errors_path)
-    return _summarise(stage, prompts, set(have), set_aside, seconds)
+    return _summarise(stage, prompts, had, set_aside, seconds)
 
 
 def prompt_of(trace_id: str) -> str:
     """The prompt that a trace belongs to: a conversation's later turns carry its id and their number."""
     return trace_id.partition(".")[0]
+
+
+def _said(trace: dict[str, Any], prompts: dict[str, Any]) -> dict[str, Any] | None:
+    """What a later turn of the same conversation needs of a trace; None where there is none: memory must stay flat."""
+    if not prompts[prompt_of(trace["id"])].get("follow_ups"):
+        return None
+    return {"role": "assistant", "content": trace["content"] or "", "reasoning": trace["reasoning"]}
 
 
 def _turns(prompt: dict[str, Any]) -> dict[str, str | None]:
@@ -83,16 +96,18 @@ class _Asking:
         self,
         stage: Stage,
         prompts: list[dict[str, Any]],
-        have: dict[str, dict[str, Any]],
+        have: dict[str, dict[str, Any] | None],
         traces: JsonlLog,
         errors: JsonlLog,
+        *,
+        thinking_seen: bool,
     ):
         self.stage, self.settings = stage, stage.config.generation
         self.prompts, self.have = prompts, have
         self.traces, self.errors = traces, errors
         self.tokens = self.set_aside = 0
         self._held: list[dict[str, Any]] = []
-        self._thinking_seen = any(row["reasoning"] for row in have.values())
+        self._thinking_seen = thinking_seen
         self._check = _TokenCheck(stage.config)
 
     def run(self, *, done: int) -> float:
@@ -156,18 +171,18 @@ class _Asking:
         for trace_id, question in _turns(prompt).items():
             if question is not None:
                 messages.append({"role": "user", "content": question})
-            trace = self.have.get(trace_id)
-            if trace is None:
+            if trace_id not in self.have:
                 thinking = hash_share(self.settings.seed, "thinking", trace_id) < self.settings.thinking_share
                 sampling = sampling_of(self.settings, trace_id)
                 answer, server, version = await answerer.ask(messages, sampling, thinking=thinking)
                 trace = trace_from(answer, trace_id, sampling, server, version, thinking=thinking)
                 self._check.look(messages, trace, thinking=thinking)
-                self._keep(trace)
-            messages.append({"role": "assistant", "content": trace["content"] or "", "reasoning": trace["reasoning"]})
+                self._keep(trace, _said(trace, {prompt["id"]: prompt}))
+            if (said := self.have[trace_id]) is not None:
+                messages.append(said)
 
-    def _keep(self, trace: dict[str, Any]) -> None:
-        self.have[trace["id"]] = trace
+    def _keep(self, trace: dict[str, Any], said: dict[str, Any] | None) -> None:
+        self.have[trace["id"]] = said
         self.tokens += len(trace["output_token_ids"])
         if THINKING_OFF in trace["flags"] or self._thinking_seen:
             self.traces.append(trace)
@@ -204,7 +219,7 @@ def sampling_of(settings: Generation, trace_id: str) -> dict[str, Any]:
 
 
 def trace_from(
-    answer: Any, trace_id: str, sampling: dict[str, Any], server: vllm.Server, version: str, *, thinking: bool
+    answer: dict[str, Any], trace_id: str, sampling: dict[str, Any], server: vllm.Server, version: str, *, thinking: bool
 ) -> dict[str, Any]:
     """The row of traces.jsonl for a chat completion.
 
@@ -212,16 +227,16 @@ def trace_from(
         SetAside: this answer cannot be used.
         PipelineError: the server is set up in a way that would spoil every trace.
     """
-    if not getattr(answer, "choices", None):
+    if not answer.get("choices"):
         raise SetAside("an answer without choices")
-    choice = answer.choices[0]
-    if choice.message is None:
+    choice = answer["choices"][0]
+    message, finish_reason = choice.get("message"), choice.get("finish_reason")
+    if message is None:
         raise SetAside("an answer without a message")
-    extra = choice.message.model_extra or {}
-    reasoning = extra.get("reasoning") or extra.get("reasoning_content")
-    content = choice.message.content
-    prompt_ids = (answer.model_extra or {}).get("prompt_token_ids")
-    output_ids = (choice.model_extra or {}).get("token_ids")
+    reasoning = message.get("reasoning") or message.get("reasoning_content")
+    content = message.get("content")
+    prompt_ids = answer.get("prompt_token_ids")
+    output_ids = choice.get("token_ids")
     if not prompt_ids or output_ids is None:
         raise PipelineError(
             f"the server at {server.base_url} does not return token ids (return_token_ids): it is no vLLM, or too old"
@@ -231,15 +246,15 @@ def trace_from(
             f"the server at {server.base_url} leaves thinking inside the answer: "
             "start it with --reasoning-parser (kimi_k2 for Kimi-K2.5)"
         )
-    if choice.finish_reason not in ("stop", "length"):
-        raise SetAside(f"ended by {choice.finish_reason}")
+    if finish_reason not in ("stop", "length"):
+        raise SetAside(f"ended by {finish_reason}")
     if not output_ids or not (reasoning or content):
         raise SetAside("empty answer")
     said = (content or "").strip().lower().replace("’", "'")
     flags = {
-        CUT_OFF: choice.finish_reason == "length",
+        CUT_OFF: finish_reason == "length",
         REPETITION: ends_in_a_loop(output_ids),
-        REFUSAL: said.startswith(_REFUSAL_OPENINGS) or bool(extra.get("refusal")),
+        REFUSAL: said.startswith(_REFUSAL_OPENINGS) or bool(message.get("refusal")),
         THINKING_OFF: not thinking,
     }
     return {
@@ -248,8 +263,8 @@ def trace_from(
         "output_token_ids": output_ids,
         "reasoning": reasoning,
         "content": content,
-        "finish_reason": choice.finish_reason,
-        "usage": answer.usage.model_dump(exclude_none=True) if answer.usage else None,
+        "finish_reason": finish_reason,
+        "usage": {name: value for name, value in (answer.get("usage") or {}).items() if value is not None} or None,
         "sampling": sampling,
         "flags": [name for name, holds in flags.items() if holds],
         "server": {"model": server.model, "version": version},

@@ -148,7 +148,7 @@ class FaultServer:
         with self.lock:
             return [moment for moment, asked, _ in self.requests if asked == question]
 
-    def wait_until_answered(self, count: int, timeout_s: float = 20.0) -> None:
+    def wait_until_answered(self, count: int, timeout_s: float = 60.0) -> None:
         """Until `count` good answers have been sent in all."""
         deadline = time.monotonic() + timeout_s
         while self.answered < count:
