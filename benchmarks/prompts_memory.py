@@ -26,10 +26,11 @@ IMPORTS = (
     "import eagle3_train.cli, eagle3_train.prompts, eagle3_train.charts, eagle3_train.verifier, yaml; "
     "import matplotlib.pyplot, py3langid; from transformers import AutoTokenizer"
 )
-_WORDS = (
+_TEXT = (
     "why does the river bend near old bridge explain how a compiler keeps registers when many values live at once "
     "write short poem about winter light compare two ways to store sparse matrices and say which is faster for rows"
-).split()
+)
+_WORDS = _TEXT.split()
 
 
 def main() -> None:

@@ -6,6 +6,9 @@
   doubling pause, `Retry-After` honoured; what cannot is set aside at once.
 - A server that loses connections is left out and taken back when it answers a one-token canary; when nothing has
   arrived for a while every server gets one (`/health` stays 200 on a hung engine).
+
+Plain HTTP through aiohttp, as speculators' own client does it: the openai client, which the other stages use, takes
+2 ms of a core for each answer (benchmarks/client_vs_speculators.py), and its retries cannot know of our other servers.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import contextlib
 import json
 import random
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
@@ -104,7 +108,7 @@ class Answerer:
         self._endpoints = [
             _Endpoint(
                 server,
-                _session(settings.connect_timeout_s),
+                _session(server, settings.connect_timeout_s),
                 vllm.version_of(server),
                 most=settings.concurrency,
                 limit=min(_FIRST_LIMIT, settings.concurrency),
@@ -237,16 +241,19 @@ class Answerer:
             raise Lost(f"no server has answered a one-token request for {patience:g} s: {urls}")
 
 
-def _session(connect_timeout_s: float) -> Any:
+def _session(server: vllm.Server, connect_timeout_s: float) -> Any:
     """Not the openai client: it takes 2 ms of a core for each answer, this a fifth of one."""
     import aiohttp
 
+    url = urllib.parse.urlsplit(server.base_url)
+    # Looked up once: aiohttp's own trust_env asks a thread about it for every request.
+    bypassed = urllib.request.proxy_bypass(url.netloc.rpartition("@")[2])
     return aiohttp.ClientSession(
         # Shorter than the 5 s after which vLLM closes an idle connection, perhaps under a request.
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s),
-        headers={"Authorization": f"Bearer {vllm._api_key()}"},
-        trust_env=True,
+        headers={"Authorization": f"Bearer {vllm.api_key()}"},
+        proxy=None if bypassed else urllib.request.getproxies().get(url.scheme),
     )
 
 

@@ -124,7 +124,7 @@ def attach(endpoint: str, *, model: str | None = None) -> Server:
     base_url = base_url if base_url.endswith("/v1") else base_url + "/v1"
     from openai import OpenAI, OpenAIError
 
-    client = OpenAI(base_url=base_url, api_key=_api_key(), max_retries=0, timeout=_CANARY_TIMEOUT_S)
+    client = OpenAI(base_url=base_url, api_key=api_key(), max_retries=0, timeout=_CANARY_TIMEOUT_S)
     try:
         served = [entry.id for entry in client.models.list().data]
     except (OpenAIError, OSError) as error:
@@ -142,7 +142,7 @@ def async_client(server: Server, *, timeout_s: float, connect_timeout_s: float, 
     from openai import AsyncOpenAI, Timeout
 
     timeout = Timeout(timeout_s, connect=connect_timeout_s)
-    return AsyncOpenAI(base_url=server.base_url, api_key=_api_key(), timeout=timeout, max_retries=max_retries)
+    return AsyncOpenAI(base_url=server.base_url, api_key=api_key(), timeout=timeout, max_retries=max_retries)
 
 
 def version_of(server: Server) -> str:
@@ -284,7 +284,7 @@ def _healthy(server: Server) -> bool:
 def _answers_one_token(server: Server) -> bool:
     from openai import OpenAI, OpenAIError
 
-    client = OpenAI(base_url=server.base_url, api_key=_api_key(), max_retries=0, timeout=_CANARY_TIMEOUT_S)
+    client = OpenAI(base_url=server.base_url, api_key=api_key(), max_retries=0, timeout=_CANARY_TIMEOUT_S)
     try:
         client.completions.create(model=server.model, prompt=[0], max_tokens=1, temperature=0)
     except OpenAIError:
@@ -338,6 +338,6 @@ def _one_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-def _api_key() -> str:
-    # vLLM asks for a key only when told to; then it is the caller's, as in any openai client.
+def api_key() -> str:
+    """The caller's `OPENAI_API_KEY`, as in any openai client; vLLM asks for a key only when it was told to."""
     return os.environ.get("OPENAI_API_KEY", "EMPTY")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -264,22 +263,21 @@ def hub_name(settings: Verifier, recorded: str | None) -> str | None:
     return recorded or (settings.path if named else None)
 
 
-def main() -> None:
+def describe() -> int:
     """Make the verifier ready (the tiny one is built here) and say what it is; arguments as for any stage."""
     from eagle3_train.config import parse
 
-    try:
-        _, config = parse(None, main.__doc__ or "")
-        settings = config.verifier
-        where, sizes = location(settings), text_config(settings)
-        print(
-            f"{where}: {sizes.num_hidden_layers} layers, hidden size {sizes.hidden_size}, "
-            f"vocabulary {sizes.vocab_size}; the draft reads layers {aux_layer_ids(settings)}"
-        )
-    except PipelineError as error:
-        print(f"\nverifier: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    _, config = parse(None, describe.__doc__ or "")
+    settings = config.verifier
+    where, sizes = location(settings), text_config(settings)
+    print(
+        f"{where}: {sizes.num_hidden_layers} layers, hidden size {sizes.hidden_size}, "
+        f"vocabulary {sizes.vocab_size}; the draft reads layers {aux_layer_ids(settings)}"
+    )
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    from eagle3_train.cli import exit_with
+
+    exit_with("verifier", describe)
