@@ -65,7 +65,7 @@ set_up() {
     esac
     VENV=${VENV:-$root/.venv}
     VENV_PYTHON=$VENV/bin/python
-    if ! _is_ready base "$root/$requirements" "$root/constraints.txt" "$root/pyproject.toml"; then
+    if ! _is_ready base "$root/$requirements" "$root/constraints-$platform.txt" "$root/pyproject.toml"; then
         if ! "$VENV_PYTHON" -c '' 2>/dev/null; then
             python=$(_find_python) || return 1
             "$python" -m venv --clear "$VENV" || { _say "set-up: $python could not make $VENV"; return 1; }
