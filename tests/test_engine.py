@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from openai import OpenAI
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from eagle3_train import server as vllm
@@ -25,22 +25,24 @@ from eagle3_train.errors import PipelineError
 from eagle3_train.vllm_plugin import expand_per_token
 from tests.conftest import PROJECT, FinishedRun, run_stage
 
-# bfloat16 keeps 8 bits of mantissa: rounding to nearest is off by at most 2^-9 of the value.
-BF16_ROUNDING = 2.0**-9
+# bfloat16 has 8 significant bits: half a unit in the last place is 2^-8 of the value at most.
+BF16_ROUNDING = 2.0**-8
 
 
 @pytest.fixture(scope="module")
-def reference(tiny_verifier: Path) -> DeepseekV3ForCausalLM:
-    """The tiny verifier's text model in transformers, float32."""
+def reference(tiny_verifier: Path, tmp_path_factory: pytest.TempPathFactory) -> DeepseekV3ForCausalLM:
+    """The tiny verifier's text model in transformers, float32, read by transformers' own loader."""
+    folder = tmp_path_factory.mktemp("text_model")
     raw = json.loads((tiny_verifier / "config.json").read_text())["text_config"]
     config = DeepseekV3Config(**{k: v for k, v in raw.items() if k not in ("architectures", "model_type")})
-    model = DeepseekV3ForCausalLM(config).float().eval()
+    config.save_pretrained(folder)
     weights = load_file(tiny_verifier / "model.safetensors")
-    state = {name.removeprefix("language_model."): tensor.float() for name, tensor in weights.items()}
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    assert not unexpected
-    assert all("rotary" in name for name in missing)
-    return model
+    text = {name.removeprefix("language_model."): tensor for name, tensor in weights.items()}
+    save_file(text, folder / "model.safetensors", metadata={"format": "pt"})
+    model, report = DeepseekV3ForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    return model.eval()
 
 
 @pytest.mark.engine
@@ -56,9 +58,11 @@ def test_states_on_disk_equal_transformers_own_at_every_layer(
             entering = reference(shard["token_ids"][None], output_hidden_states=True).hidden_states
         expected = [entering[2], entering[4], entering[5], before_norm["last"]]
         for position, layer in enumerate(layer_ids):
-            ours, theirs = shard["hidden_states"][:, position].float(), expected[position][0]
-            allowed = BF16_ROUNDING * theirs.abs() + 1e-4
-            assert ((ours - theirs).abs() <= allowed).all(), f"layer {layer} of {row['id']}"
+            ours, theirs = shard["hidden_states"][:, position], expected[position][0]
+            allowed = BF16_ROUNDING * theirs.abs() + 1e-5
+            assert ((ours.float() - theirs).abs() <= allowed).all(), f"layer {layer} of {row['id']}"
+            # All but the values on a rounding boundary are the very bits that torch rounds to.
+            assert (ours == theirs.bfloat16()).float().mean() > 0.999, f"layer {layer} of {row['id']}"
 
 
 @pytest.mark.engine
