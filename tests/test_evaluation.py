@@ -175,7 +175,10 @@ def _zero(name: str) -> Breakage:
 
 
 def _drop(name: str) -> Breakage:
-    return lambda tensors, _config: tensors.pop(name) and None  # type: ignore[func-returns-value]
+    def drop(tensors: dict[str, torch.Tensor], _config: dict[str, Any]) -> None:
+        del tensors[name]
+
+    return drop
 
 
 def _configure(**changes: Any) -> Breakage:
@@ -256,7 +259,8 @@ def test_a_dead_draft_that_vllm_serves_without_a_word_fails_the_gate(
     dead = tmp_path / "dead_draft"
     shutil.copytree(run / "05_export", dead)
     tensors = load_file(dead / "model.safetensors")
-    tensors.pop("fc.weight")
+    # Zeroed, not missing: what vLLM finds in the memory of a missing tensor is anybody's guess.
+    tensors["lm_head.weight"].zero_()
     save_file(tensors, dead / "model.safetensors")
     failed = run_stage(
         "06_evaluate.py",
@@ -268,7 +272,7 @@ def test_a_dead_draft_that_vllm_serves_without_a_word_fails_the_gate(
     assert "is below evaluation.min_acceptance_length 2.00" in failed.stderr
     assert "Usual causes, likeliest first" in failed.stderr
     results = json.loads((run / "06_eval_dead_draft" / "results.json").read_text())
-    assert results["overall"]["greedy"]["mean_acceptance_length"] < 1.5
+    assert results["overall"]["greedy"]["mean_acceptance_length"] < 1.1
     assert (run / "06_eval" / "results.json").read_bytes() == (default_run.path / "06_eval/results.json").read_bytes()
     table = report.comparison([run, default_run.path])
     assert table.count("05_export") == 4
