@@ -188,7 +188,7 @@ class Answerer:
             async with asyncio.timeout(patience):
                 status, headers, answer = await _post(endpoint, "chat/completions", body)
         except aiohttp.ClientError as error:  # first, for a connection that took too long is a TimeoutError as well
-            endpoint.server.check_alive()
+            # If it is a server of ours that died, `_watch` says so within seconds.
             endpoint.down_since = endpoint.down_since or time.monotonic()
             raise Unusable("connection lost", str(error) or type(error).__name__) from None
         except TimeoutError:

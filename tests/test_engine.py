@@ -173,6 +173,27 @@ def test_a_stage_that_is_stopped_takes_its_server_with_it(sent: signal.Signals, 
     assert _wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in server), 60)
 
 
+@pytest.mark.engine
+def test_a_server_of_ours_that_dies_is_started_again_and_no_prompt_is_lost(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run_stage("01_prepare_data.py", "--run", str(run), "--preset", "presets/tiny.yaml", "--max-samples", "120")
+    traces = run / "01b_traces" / "traces.jsonl"
+    with (tmp_path / "output").open("w") as output:
+        stage = subprocess.Popen(
+            [sys.executable, "01b_generate_synthetic.py", "--run", str(run), "--generation.concurrency", "2"],
+            cwd=PROJECT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        (server,) = _wait_for(lambda: _children(stage.pid), 60)
+        _wait_for(lambda: traces.exists() and traces.read_bytes().count(b"\n") >= 10, 180)
+        os.kill(server, signal.SIGKILL)
+        assert stage.wait(300) == 0, (tmp_path / "output").read_text()[-2000:]
+    assert "starting the server again (1 of 2)" in (tmp_path / "output").read_text()
+    ids = [json.loads(line)["id"] for line in traces.read_text().splitlines()]
+    assert len(ids) == len(set(ids)) == 120
+
+
 def _children(pid: int) -> list[int]:
     listed = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
     return [int(line.split()[0]) for line in listed.stdout.splitlines() if "api_server" in line]
