@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from eagle3_train import verifier, vocabulary
 from eagle3_train.config import Config, Draft, Export, Training, Verifier, Vocabulary
 from eagle3_train.errors import PipelineError
-from eagle3_train.export import check_tensors, export, flat_config, tensor_table, verify
+from eagle3_train.export import check_tensors, export, flat_config, push, tensor_table, verify
 from eagle3_train.extraction import SHARDS, Sample
 from eagle3_train.run import EXPORT, HIDDEN, PROMPTS, TRACES, TRAIN, VOCAB, Result, Run, Stage
 from eagle3_train.training import BEST, CHECKPOINTS, build_draft
@@ -481,3 +481,40 @@ def test_layer_ids_other_than_the_verifiers_are_refused(saved: dict[str, Any], i
         flat_config(saved | {"eagle_aux_hidden_state_layer_ids": ids}, LAYERS)
     assert str(ids) in str(refused.value)
     assert str(LAYERS) in str(refused.value)
+
+
+# -- the hub, only when asked for
+
+
+def test_the_checkpoint_is_uploaded_privately_only_when_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = []
+
+    class Hub:
+        def create_repo(self, name: str, **options: Any) -> None:
+            calls.append((name, options))
+
+        def upload_folder(self, **options: Any) -> None:
+            calls.append(("upload", options))
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    push(Stage(Run(tmp_path, Config()), EXPORT))
+    assert calls == []
+    asked = Config(export=Export(push_to="owner/draft"))
+    push(Stage(Run(tmp_path, asked), EXPORT))
+    (repository, options), (_, upload) = calls
+    assert (repository, options["private"]) == ("owner/draft", True)
+    assert upload["folder_path"] == tmp_path / "05_export"
+    assert {"config.json", "model.safetensors", "README.md"} <= set(upload["allow_patterns"])
+
+
+def test_a_hub_that_refuses_is_named_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hub:
+        def create_repo(self, name: str, **_options: Any) -> None:
+            raise OSError("401 Unauthorized")
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    asked = Config(export=Export(push_to="owner/draft"))
+    with pytest.raises(PipelineError, match=r"owner/draft could not be uploaded: 401 Unauthorized\n.*HF_TOKEN"):
+        push(Stage(Run(tmp_path, asked), EXPORT))
