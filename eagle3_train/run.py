@@ -168,7 +168,7 @@ class Stage:
         if manifest is None or manifest["state"] != "done":
             state = "has not run" if manifest is None else f"stopped before its end (state: {manifest['state']})"
             raise PipelineError(
-                f"{self.spec.script} reads {self.run.folder(folder)}, but that stage {state}.\n"
+                f"this stage reads {self.run.folder(folder)}, but that stage {state}.\n"
                 f"Run first: python {STAGES[folder].script} --run {self.run.path}"
             )
         return self.run.folder(folder)
