@@ -275,8 +275,8 @@ def test_a_dead_draft_that_vllm_serves_without_a_word_fails_the_gate(
     assert results["overall"]["greedy"]["mean_acceptance_length"] < 1.1
     assert (run / "06_eval" / "results.json").read_bytes() == (default_run.path / "06_eval/results.json").read_bytes()
     table = report.comparison([run, default_run.path])
-    assert table.count("05_export") == 4
-    assert table.count("dead_draft") == 2
+    assert table.count("| 05_export |") == 4
+    assert table.count("| dead_draft |") == 2
 
 
 def test_comparing_what_was_never_evaluated_says_so(tmp_path: Path) -> None:
