@@ -215,8 +215,10 @@ class Vocabulary(Section):
 
 
 class Draft(Section):
-    """Shape of the draft model."""
+    """Shape of the draft model, and what it starts from."""
 
+    init_from: str | None = Field(None, min_length=1)
+    """Draft to start from: a local directory or hub id, in speculators' or flat format; null starts fresh."""
     num_layers: int = Field(1, ge=1)
     """Decoder layers."""
     num_attention_heads: int = Field(64, ge=1)
