@@ -34,6 +34,7 @@ ADAMW_LR = 3e-3
 CORPUS_SEQUENCES = 6000
 NUM_PROMPTS = 400
 VOCAB_SIZE = 512
+HEAD_DIM = 32  # Kimi's own 128 is what vLLM's MLA kernels on a GPU accept, and doubles the parameters
 
 SPECIAL_TOKENS = (
     "[BOS]",
@@ -195,7 +196,7 @@ def _train_tokenizer(corpus: list[str]) -> PreTrainedTokenizerFast:
     return fast
 
 
-def _text_config(eos_token_id: int) -> DeepseekV3Config:
+def _text_config(eos_token_id: int, head_dim: int = HEAD_DIM) -> DeepseekV3Config:
     from transformers import DeepseekV3Config
 
     # kv_lora_rank 512 and qk_rope_head_dim 64 are Kimi's own: vLLM's MLA kernels accept no others.
@@ -214,8 +215,8 @@ def _text_config(eos_token_id: int) -> DeepseekV3Config:
         kv_lora_rank=512,
         q_lora_rank=64,
         qk_rope_head_dim=64,
-        qk_nope_head_dim=32,
-        v_head_dim=32,
+        qk_nope_head_dim=head_dim,
+        v_head_dim=head_dim,
         n_group=1,
         topk_group=1,
         num_experts_per_tok=2,
@@ -321,7 +322,7 @@ def _write_configs(out: Path, text_config: dict, image_token_id: int) -> None:
     (out / "generation_config.json").write_text(json.dumps(generation, indent=1))
 
 
-def build_verifier(out: Path, seed: int = SEED) -> Path:
+def build_verifier(out: Path, seed: int = SEED, head_dim: int = HEAD_DIM) -> Path:
     """Train the tiny verifier and publish its directory at `out`, complete or not at all.
 
     Deterministic for a seed on one kind of machine; nothing is done when `out` is already there.
@@ -338,7 +339,7 @@ def build_verifier(out: Path, seed: int = SEED) -> Path:
     sequences = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in corpus]
 
     torch.manual_seed(seed)
-    model = DeepseekV3ForCausalLM(_text_config(tokenizer.eos_token_id))
+    model = DeepseekV3ForCausalLM(_text_config(tokenizer.eos_token_id, head_dim))
     _train(model, sequences, random.Random(seed))
 
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -367,9 +368,10 @@ def main() -> None:
     parser.add_argument("what", choices=("verifier", "prompts"))
     parser.add_argument("path", type=Path, help="directory of the verifier, or file of the prompts")
     parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--head-dim", type=int, default=HEAD_DIM, help="of the verifier's attention")
     args = parser.parse_args()
     if args.what == "verifier":
-        print(build_verifier(args.path, args.seed))
+        print(build_verifier(args.path, args.seed, args.head_dim))
     else:
         write_prompts(args.path, args.seed + 1)
 

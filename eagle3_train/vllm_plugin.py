@@ -18,9 +18,12 @@ def register() -> None:
     """Entry point; vLLM calls it once or more in each process."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+    from eagle3_train.vllm_026 import supply_step_records
+
     if CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(CONNECTOR, "eagle3_train.connector", CONNECTOR)
     _patch_cpu_expand()
+    supply_step_records()
 
 
 def _patch_cpu_expand() -> None:
