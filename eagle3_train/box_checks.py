@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
+import shutil
 import sys
 import time
 import tomllib
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from eagle3_train import server as vllm
 from eagle3_train.box import Box
@@ -41,9 +43,72 @@ class Check:
     remedy: str = ""
 
 
+class Served(NamedTuple):
+    """What one stage's server takes of every GPU.
+
+    Attributes:
+        stage: its number, 01b for instance.
+        gpus: that it is spread over, tensor times data parallel.
+        memory_share: of each GPU's memory.
+        value_bytes: of one value in the KV cache.
+        max_model_len: longest sequence [tokens].
+        saves_states: the captured states lie in the KV cache as well.
+        numa_bind: its workers are bound by numactl.
+    """
+
+    stage: str
+    gpus: int
+    memory_share: float
+    value_bytes: int
+    max_model_len: int
+    saves_states: bool
+    numa_bind: bool
+
+
+def served(config: Config) -> list[Served]:
+    """Each stage's server by the common settings, and by what its own arguments put in their place."""
+    verifier, server, found = config.verifier, config.server, []
+    for stage, own in (("01b", config.generation), ("02", config.extraction), ("06", config.evaluation)):
+        given = _arguments([*server.args, *own.server_args])
+        parallel = int(given.get("--tensor-parallel-size", verifier.tensor_parallel_size))
+        cache, weights = given.get("--kv-cache-dtype", "auto"), given.get("--dtype", verifier.dtype)
+        found.append(
+            Served(
+                stage,
+                parallel * int(given.get("--data-parallel-size", 1)),
+                float(given.get("--gpu-memory-utilization", server.gpu_memory_utilization)),
+                1 if cache.startswith("fp8") else 4 if (weights if cache == "auto" else cache) == "float32" else 2,
+                int(given.get("--max-model-len", server.max_model_len)),
+                saves_states=own is config.extraction,
+                numa_bind="--numa-bind" in given,
+            )
+        )
+    return found
+
+
+def _arguments(words: list[str]) -> dict[str, str]:
+    """`--flag=value`, `--flag value` and `--flag` as a mapping; the last one counts, as for vLLM."""
+    given: dict[str, str] = {}
+    flag = None
+    for word in words:
+        if word.startswith("--"):
+            name, _, value = word.partition("=")
+            flag = name.replace("_", "-")
+            given[flag] = value
+        elif flag:
+            given[flag] = word
+    return given
+
+
 def gpus(config: Config, box: Box) -> Check:
-    """As many GPUs as the verifier is split over, of one kind."""
-    wanted = config.verifier.tensor_parallel_size
+    """As many GPUs as the verifier is spread over, of one kind."""
+    most = max(served(config), key=lambda server: server.gpus)
+    wanted, parallel = most.gpus, config.verifier.tensor_parallel_size
+    setting = (
+        f"verifier.tensor_parallel_size is {parallel}"
+        if wanted == parallel
+        else f"{most.stage} is spread over {wanted}"
+    )
     kinds = sorted({f"{gpu.name} ({gpu.total_bytes / GIB:.0f} GiB)" for gpu in box.gpus})
     found = f"{len(box.gpus)} x {', '.join(kinds)}" if box.gpus else "no CUDA GPU"
     if len(box.gpus) < wanted and (box.gpus or wanted > 1):
@@ -51,7 +116,7 @@ def gpus(config: Config, box: Box) -> Check:
         if (box.driver_gpus or 0) >= wanted:
             found += f" for torch, {box.driver_gpus} for the driver"
             remedy = "look at CUDA_VISIBLE_DEVICES; with a CPU build of torch: PLATFORM=cuda bash run_pipeline.sh"
-        return Check("gpus", FAIL, f"{found}; verifier.tensor_parallel_size is {wanted}", remedy)
+        return Check("gpus", FAIL, f"{found}; {setting}", remedy)
     if len(kinds) > 1:
         return Check("gpus", WARN, found, "the slowest sets the pace: name equal ones in CUDA_VISIBLE_DEVICES")
     return Check("gpus", PASS, found if box.gpus else f"{found}: vLLM and the trainer run on the CPU")
@@ -112,14 +177,15 @@ def _compiles(kernel: str, capability: tuple[int, int]) -> bool:
 
 def free_gpu_memory(config: Config, box: Box) -> Check:
     """vLLM refuses to start where less is free than the share it was promised."""
-    share = config.server.gpu_memory_utilization
+    servers = served(config)
+    share = max(server.memory_share for server in servers)
     short = [
         f"GPU {number}: {gpu.free_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB free"
-        for number, gpu in enumerate(box.gpus[: config.verifier.tensor_parallel_size])
+        for number, gpu in enumerate(box.gpus[: max(server.gpus for server in servers)])
         if gpu.free_bytes < share * gpu.total_bytes
     ]
     if short:
-        remedy = f"stop what holds it (nvidia-smi names it), or lower server.gpu_memory_utilization ({share})"
+        remedy = f"stop what holds it (nvidia-smi names it), or lower server.gpu_memory_utilization (now {share})"
         return Check("free gpu memory", FAIL, "; ".join(short), remedy)
     least = min(gpu.free_bytes / gpu.total_bytes for gpu in box.gpus)
     return Check("free gpu memory", PASS, f"at least {least:.0%} of each GPU; vLLM takes {share:.0%}")
@@ -148,6 +214,15 @@ def links(box: Box) -> Check:
         remedy = "every all-reduce goes through RAM: switch the IOMMU off, or rent a box with P2P or NVLink"
         return Check("links", WARN, found, remedy)
     return Check("links", PASS, found)
+
+
+def numactl() -> Check:
+    """vLLM binds its workers to their GPU's cores and memory through it, and dies without."""
+    found = shutil.which("numactl")
+    if found is None:
+        remedy = "install it (apt-get install numactl), or take --numa-bind out of server.args"
+        return Check("numactl", FAIL, "not installed, and vLLM is told to bind its workers (--numa-bind)", remedy)
+    return Check("numactl", PASS, f"{found}, for --numa-bind")
 
 
 def packages(requirements: Path) -> Check:
@@ -185,7 +260,7 @@ def vllm_plugin() -> Check:
 
 def shared_memory(config: Config, box: Box) -> Check:
     """/dev/shm holds what vLLM's and the trainer's processes hand each other."""
-    settings, parallel = config.training, config.verifier.tensor_parallel_size
+    settings, parallel = config.training, max(server.gpus for server in served(config))
     server = RING_BYTES + parallel * NCCL_SEGMENT_BYTES if parallel > 1 else 0
     trainer = settings.data_workers * PREFETCHED_PACKS * settings.pack_tokens * token_bytes(config)
     need = max(server, trainer)

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 INK, BLUE, ORANGE, GREEN = "#333333", "#2b6cb0", "#dd6b20", "#2f855a"
 COLOURS = (BLUE, ORANGE, GREEN)
-PALETTE = ("#a0aec0", BLUE, ORANGE, "#805ad5", GREEN, "#d69e2e", "#c53030")
+PALETTE = ("#a0aec0", BLUE, ORANGE, "#805ad5", GREEN, "#d69e2e", "#c53030", "#319795")
 _OFFSET: dict[str, Any] = {"textcoords": "offset points", "color": INK}
 
 

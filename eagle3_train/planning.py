@@ -7,7 +7,8 @@ How the ways are reckoned:
 - two passes: 01b generates, 02 loads the verifier again and prefills every token;
 - one pass: the states are saved while generating, so the second load and the prefill are not needed;
 - waves: train a part's epochs, delete its states, go on with the next; a start of server and trainer for each wave.
-Validation while training, 01 and the moving of a rented box's data are not counted.
+Not counted: pre-flight, the validation while training where the rate is not measured, and the moving of a rented
+box's data.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eagle3_train import rates, tables
-from eagle3_train.config import Config, Plan, Verifier, parse
+from eagle3_train.config import PRESETS, Config, Plan, Verifier, parse
 from eagle3_train.errors import ConfigError, PipelineError
 from eagle3_train.rates import BOXES, ESTIMATE, MEASURED, PRIOR, Figure, MeasuredRun, Range, Speed
-from eagle3_train.run import EVALUATE, EXPORT, HIDDEN, STAGES, TRACES, TRAIN, VOCAB, write_text
+from eagle3_train.run import EVALUATE, EXPORT, HIDDEN, PROMPTS, STAGES, TRACES, TRAIN, VOCAB, write_text
 from eagle3_train.tables import duration, size
 from eagle3_train.verifier import TINY_DIRECTORY
 
-LOAD, GIVEN = "verifier load", "given"
+LOAD, GIVEN, FP8 = "verifier load", "given", "float8_e4m3"
 KIMI = "moonshotai/Kimi-K2.5"
 _KIMI_HIDDEN_SIZE = 7168
 _PRIOR_LENGTHS = "assumed: 4,096 tokens a sample; the pilot's raw answers had 505, a published run's traces 10,000"
@@ -259,10 +260,10 @@ def _evaluated_tokens(config: Config, samples: float, length: Lengths) -> float:
 
 
 def token_bytes(config: Config, storage: str) -> int:
-    """Bytes of one token's states: every captured layer, and in fp8 one float32 scale."""
+    """Bytes of one token's states: every captured layer, and in float8 one float32 scale."""
     layers = len(config.verifier.aux_layer_ids or range(_AUX_LAYERS)) + 1
     values = layers * hidden_size(config)
-    return {"bfloat16": 2 * values, "float32": 4 * values, "fp8": values + 4}[storage]
+    return {"bfloat16": 2 * values, "float32": 4 * values, FP8: values + 4}[storage]
 
 
 def hidden_size(config: Config) -> int:
@@ -343,6 +344,8 @@ def project(config: Config, machine: Machine, work: Workload, way: Way) -> Proje
 
 
 def _costs(config: Config, machine: Machine, work: Workload, way: Way, waves: int) -> Iterator[Cost]:
+    if PROMPTS.folder in machine.speeds:
+        yield _cost("01 prompts", 0, [_start(machine.speeds[PROMPTS.folder])])
     loads, work_on_server = [], []
     if work.generated:
         generating = _speed(machine, TRACES.folder)
@@ -351,8 +354,9 @@ def _costs(config: Config, machine: Machine, work: Workload, way: Way, waves: in
         work_on_server.append(_cost("01b generation", work.generated, [_work(generating, work.generated)], note))
     if not way.one_pass:
         extracting = _speed(machine, HIDDEN.folder)
+        note = "; float8 states taken to be as fast as bfloat16, not measured" if way.storage == FP8 else ""
         loads.append(_start(extracting, waves))
-        work_on_server.append(_cost("02 extraction", work.extracted, [_work(extracting, work.extracted)]))
+        work_on_server.append(_cost("02 extraction", work.extracted, [_work(extracting, work.extracted)], note))
     yield _cost(LOAD, 0, loads, _waves_note(waves))
     yield from work_on_server
     counting = _speed(machine, VOCAB.folder)
@@ -418,7 +422,7 @@ def _distinct(names: Iterable[str]) -> list[str]:
 
 def ways(config: Config) -> list[Way]:
     """The preset's own way first, then the others: one pass or two, its storage or fp8, waves under a disk budget."""
-    storages = _distinct([config.extraction.storage_dtype, "fp8"])
+    storages = _distinct([config.extraction.storage_dtype, FP8])
     waves = [False, True] if config.plan.max_disk_gb else [False]
     return [
         Way(one_pass, storage, in_waves) for in_waves in waves for one_pass in (False, True) for storage in storages
@@ -453,6 +457,10 @@ def overruns(projection: Projection, plan: Plan) -> list[Overrun]:
         ("--max-disk-gb", projection.peak_bytes / 1e9, plan.max_disk_gb, "GB"),
     )
     return [Overrun(flag, is_, allowed, unit) for flag, is_, allowed, unit in checked if allowed and is_ > allowed]
+
+
+def _has_budgets(plan: Plan) -> bool:
+    return any((plan.max_hours, plan.max_usd, plan.max_disk_gb))
 
 
 def most_samples(fits: Callable[[int], bool]) -> int:
@@ -581,6 +589,7 @@ def shown(planned: Planned) -> str:
             "Where the figures come from:\n" + "\n".join(_sources(own)),
             f"{machine} in every way, and ten times the samples:",
             option_table([*projections, planned.again(own, 10 * planned.samples)], config.plan),
+            _ASSUMED,
         ]
     return "\n\n".join(parts)
 
@@ -611,11 +620,12 @@ def option_table(projections: list[Projection], plan: Plan) -> str:
                 _usd(usd.likely) if usd else "",
                 size(projection.peak_bytes),
                 waves,
-                f"over {', '.join(broken)}" if broken else "yes",
+                " + ".join(basis for basis in (MEASURED, PRIOR, ESTIMATE) if basis in projection.basis),
+                f"over {', '.join(broken)}" if broken else "yes" if _has_budgets(plan) else "-",
             ]
         )
     return tables.table(
-        ["samples", "way", "likely", "low to high", "USD", "peak disk", "waves", "within budgets"], rows
+        ["samples", "way", "likely", "low to high", "USD", "peak disk", "waves", "basis", "within budgets"], rows
     )
 
 
@@ -665,11 +675,19 @@ def _count(tokens: float) -> str:
     return f"{tokens / 1e6:,.1f} M" if tokens >= 1e6 else f"{tokens:,.0f}"
 
 
+_ASSUMED = (
+    "Assumed of the ways that were never measured: saving states slows no answer (one pass), float8 states are saved "
+    "and read as fast as bfloat16, and each wave starts server and trainer anew."
+)
+
+
 # The document's tables ----------------------------------------------------------------------------------------------
 
 _MARKED = re.compile(r"(<!-- plan: (\w+) -->\n).*?(<!-- /plan -->)", re.DOTALL)
 _PROJECTED_SAMPLES = (50_000, 100_000)
 _FACTORS = (1, 4, 10)
+# The flags of the document's command for each box, beside its preset and the number of samples.
+_DOCUMENTED = {"rtx6000x8": (), "b300x8": ("--price", "48")}
 # The figures of a row of timings.jsonl that the measured table shows, in the order in which a row may have them.
 _WORK = {
     TRACES.folder: ("traces", "asked_tokens", "asked_seconds"),
@@ -686,7 +704,15 @@ def document_tables(config: Config, run: MeasuredRun) -> dict[str, str]:
         "measured": measured_table(run),
         "projections": projections_table(config, run),
         "rates": rates_table(),
+        **{f"plan_{name}": f"```\n{box_plan(name)}\n```" for name in BOXES},
     }
+
+
+def box_plan(name: str) -> str:
+    """What plan.py says of the box's preset, as the document's command above it asks."""
+    preset = PRESETS / f"kimi-k2.5-{name}.yaml"
+    flags = ["--preset", str(preset), "--max-samples", str(_PROJECTED_SAMPLES[0]), *_DOCUMENTED[name]]
+    return shown(make_plan(parse(flags, "", PlanArguments)[1]))
 
 
 def measured_table(run: MeasuredRun) -> str:
@@ -716,7 +742,7 @@ def projections_table(config: Config, run: MeasuredRun) -> str:
     box_config = _for_boxes(config)
     length = lengths(box_config, None)
     for machine, samples, way in itertools.product(
-        machines(box_config, None), _PROJECTED_SAMPLES, (own_way, Way(True, "fp8", False))
+        machines(box_config, None), _PROJECTED_SAMPLES, (own_way, Way(True, FP8, False))
     ):
         projected.append((machine.name, project(box_config, machine, workload(box_config, samples, length), way)))
     header = ["where", "samples", "way", *_STAGE_COLUMNS, "all", "low to high", "disk", "GPU-hours", "basis"]
@@ -739,7 +765,16 @@ def projections_table(config: Config, run: MeasuredRun) -> str:
     return tables.table(header, rows) + "\n\n" + note
 
 
-_STAGE_COLUMNS = (LOAD, "01b generation", "02 extraction", "03 vocabulary", "04 training", "05 export", "06 evaluation")
+_STAGE_COLUMNS = (
+    "01 prompts",
+    LOAD,
+    "01b generation",
+    "02 extraction",
+    "03 vocabulary",
+    "04 training",
+    "05 export",
+    "06 evaluation",
+)
 
 
 def _for_boxes(config: Config) -> Config:
@@ -799,13 +834,12 @@ def main(description: str | None, argv: list[str] | None = None) -> int:
 
 
 def _plan(arguments: PlanArguments, config: Config) -> int:
-    budgets = (config.plan.max_hours, config.plan.max_usd, config.plan.max_disk_gb)
     try:
         planned = make_plan(config)
     except ConfigError:
         raise
     except PipelineError as unknown:
-        if arguments.brief and not any(budgets):
+        if arguments.brief and not _has_budgets(config.plan):
             print(f"not estimated: {unknown}")
             return 0
         raise
@@ -813,13 +847,13 @@ def _plan(arguments: PlanArguments, config: Config) -> int:
     if arguments.picture is not None:
         from eagle3_train import charts
 
-        charts.plan(arguments.picture, _hours(planned))
+        charts.plan(arguments.picture, hours_by_stage(planned))
     if refused := refusal(planned):
         raise PipelineError(refused)
     return 0
 
 
-def _hours(planned: Planned) -> dict[str, dict[str, float]]:
+def hours_by_stage(planned: Planned) -> dict[str, dict[str, float]]:
     """Option -> stage -> likely hours."""
     return {
         f"{machine}: {projection.way}": {cost.stage: cost.seconds.likely / 3600 for cost in projection.costs}

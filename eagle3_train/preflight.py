@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from eagle3_train import box_checks, verifier
 from eagle3_train.box import Box, look
-from eagle3_train.box_checks import FAIL, GIB, PASS, PROJECT, WARN, Check
+from eagle3_train.box_checks import FAIL, GIB, PASS, PROJECT, WARN, Check, Served
 from eagle3_train.config import Config, Verifier, parse
 from eagle3_train.errors import PipelineError
 from eagle3_train.export import tensor_table
@@ -87,7 +87,8 @@ def inspect(config: Config, run: Path, box: Box) -> list[Check]:
         run: its directory, with the folder `00_preflight` in it; a probe file is written there and removed.
         box: this machine.
     """
-    wants_gpus = bool(box.gpus) or config.verifier.tensor_parallel_size > 1
+    servers = box_checks.served(config)
+    wants_gpus = bool(box.gpus) or any(server.gpus > 1 for server in servers)
     checks = [_ask(box_checks.gpus, config, box)]
     if wants_gpus:
         checks += [_ask(box_checks.driver, box), _ask(box_checks.kernels, box)]
@@ -95,6 +96,8 @@ def inspect(config: Config, run: Path, box: Box) -> list[Check]:
         checks.append(_ask(box_checks.free_gpu_memory, config, box))
     if box.links is not None:
         checks.append(_ask(box_checks.links, box))
+    if any(server.numa_bind for server in servers):
+        checks.append(_ask(box_checks.numactl))
     requirements = PROJECT / ("requirements.txt" if wants_gpus else "requirements-cpu.txt")
     checks += [
         _ask(box_checks.packages, requirements),
@@ -274,11 +277,12 @@ def chat_template(config: Config) -> Check:
 # Room
 
 
-def memory_need(config: Config, checkpoint_bytes: int) -> tuple[int, int]:
-    """Bytes that every GPU holds of the weights, and of one token's cache and states in bfloat16.
+def memory_need(config: Config, checkpoint_bytes: int, server: Served) -> tuple[int, int]:
+    """Bytes that every GPU holds of the weights, and of one token's cache and states.
 
     Tensor parallelism splits the weights, and the cache by heads; MLA's compressed cache and the states to be saved
-    are held by every GPU in full.
+    (in bfloat16) are held by every GPU in full. Data parallelism spreads the experts too, which is left out here: the
+    estimate is on the safe side.
     """
     sizes, parallel = verifier.text_config(config.verifier), config.verifier.tensor_parallel_size
     raw = sizes.raw
@@ -288,12 +292,13 @@ def memory_need(config: Config, checkpoint_bytes: int) -> tuple[int, int]:
         heads = raw.get("num_key_value_heads") or raw["num_attention_heads"]
         head_dim = raw.get("head_dim") or sizes.hidden_size // raw["num_attention_heads"]
         width = 2 * max(1, heads // parallel) * head_dim
-    states = len(verifier.captured_layer_ids(config.verifier)) * sizes.hidden_size
-    return math.ceil(checkpoint_bytes / parallel), 2 * (sizes.num_hidden_layers * width + states)
+    states = len(verifier.captured_layer_ids(config.verifier)) * sizes.hidden_size if server.saves_states else 0
+    per_token = sizes.num_hidden_layers * width * server.value_bytes + 2 * states
+    return math.ceil(checkpoint_bytes / parallel), per_token
 
 
 def memory(config: Config, box: Box) -> Check:
-    """Weights, and the cache and states of one sequence of full length, fit."""
+    """In every stage the weights, and the cache and states of one sequence of full length, fit."""
     directory = _directory(config.verifier)
     if directory is None:
         return _not_here("memory", config.verifier)
@@ -301,24 +306,31 @@ def memory(config: Config, box: Box) -> Check:
     present = [directory / name for name in files if (directory / name).exists()]
     if len(present) < len(files):
         return Check("memory", WARN, f"{len(files) - len(present)} weight files are missing", "see verifier files")
-    weights, per_token = memory_need(config, sum(path.stat().st_size for path in present))
+    checkpoint_bytes = sum(path.stat().st_size for path in present)
+    weights = math.ceil(checkpoint_bytes / config.verifier.tensor_parallel_size)
     if not box.gpus and config.verifier.tensor_parallel_size == 1:
         return _host_memory(config, weights, box)
-    sequence, share = per_token * config.server.max_model_len, config.server.gpu_memory_utilization
-    need = weights + WORKING_ROOM_BYTES + sequence
-    parts = (
-        f"{weights / GIB:.1f} GiB of weights, {WORKING_ROOM_BYTES / GIB:.0f} to work in, {sequence / GIB:.1f} for the "
-        f"cache and states of one sequence ({config.server.max_model_len} x {per_token} bytes)"
-    )
-    remedy = f"GPUs of {need / share / GIB:.0f} GiB or more of them, or a smaller server.max_model_len"
+    smallest = min((gpu.total_bytes for gpu in box.gpus), default=0)
+    parts, wanted, short = [], 0.0, []
+    for server in box_checks.served(config):
+        _, per_token = memory_need(config, checkpoint_bytes, server)
+        fixed, sequence = weights + WORKING_ROOM_BYTES, per_token * server.max_model_len
+        wanted = max(wanted, (fixed + sequence) / server.memory_share)
+        room = server.memory_share * smallest - fixed
+        part = f"{server.stage} {server.memory_share:.0%}, {sequence / GIB:.1f} GiB for one sequence"
+        part += f" ({server.max_model_len} x {per_token} bytes)"
+        if box.gpus:
+            part += f", {max(0, int(room / per_token))} tokens fit"
+            short += [server.stage] if room < sequence else []
+        parts.append(part)
+    each = f"{smallest / GIB:.1f} GiB a GPU" if box.gpus else "of each GPU"
+    found = f"{each}: {weights / GIB:.1f} of weights, {WORKING_ROOM_BYTES / GIB:.0f} to work in; {'; '.join(parts)}"
+    remedy = f"GPUs of {wanted / GIB:.0f} GiB or more of them, or a smaller server.max_model_len"
     if not box.gpus:
-        return Check("memory", WARN, f"a GPU will need {parts}", remedy)
-    smallest = min(gpu.total_bytes for gpu in box.gpus)
-    found = f"{share:.0%} of {smallest / GIB:.1f} GiB for {parts}"
-    if need > share * smallest:
-        return Check("memory", FAIL, found, remedy)
-    tokens = int((share * smallest - weights - WORKING_ROOM_BYTES) / per_token)
-    return Check("memory", PASS, f"{found}; {tokens} tokens fit")
+        return Check("memory", WARN, found, remedy)
+    if short:
+        return Check("memory", FAIL, f"{found}: not enough for {', '.join(short)}", remedy)
+    return Check("memory", PASS, found)
 
 
 def _host_memory(config: Config, weights: int, box: Box) -> Check:

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from eagle3_train.errors import PipelineError
-from eagle3_train.run import EVALUATE, EXPORT, HIDDEN, TRACES, TRAIN, VOCAB, read_jsonl
+from eagle3_train.run import EVALUATE, EXPORT, HIDDEN, PROMPTS, TRACES, TRAIN, VOCAB, read_jsonl
 
 TIMINGS = "timings.jsonl"
 MEASURED, PRIOR, ESTIMATE = "measured", "prior", "estimate"
@@ -81,7 +81,8 @@ class MeasuredRun:
     Attributes:
         name: the run's own name, for labels.
         rows: every line of timings.jsonl.
-        verifier, epochs: from the run.yaml beside; None for a timings file on its own.
+        verifier: from the run.yaml beside, else by name from the rows; None where neither says.
+        epochs: from the run.yaml beside; None for a timings file on its own.
         hardware: of the last finished stage.
         speeds: of each stage that can be measured from its rows.
     """
@@ -126,7 +127,7 @@ def read_run(path: Path, epochs: int) -> MeasuredRun:
         raise PipelineError(f"{timings}: no stage of this run has finished, so nothing is measured")
     kept = timings.with_name("run.yaml")
     settings = yaml.safe_load(kept.read_text(encoding="utf-8")) if kept.exists() else {}
-    verifier = settings.get("verifier", {}).get("path")
+    verifier = settings.get("verifier", {}).get("path") or finished[-1].get("verifier")
     own_epochs = settings.get("training", {}).get("epochs")
     name = path.name if path.is_dir() else path.stem
     speeds = _measured_speeds(name, rows, own_epochs or epochs)
@@ -155,7 +156,7 @@ def _measured_speeds(name: str, rows: list[dict[str, Any]], epochs: int) -> dict
         trained = trained_tokens(hidden, row, epochs)
         working = row.get("training_seconds") or _seconds_of_all_attempts(rows, TRAIN.folder)
         speeds[TRAIN.folder] = Speed(figure(max(row["seconds"] - working, 0), row), figure(trained / working, row))
-    for stage in (EXPORT.folder, EVALUATE.folder):
+    for stage in (PROMPTS.folder, EXPORT.folder, EVALUATE.folder):
         if whole := _last(rows, stage):
             speeds[stage] = Speed(figure(_seconds_of_all_attempts(rows, stage), whole))
     return speeds
@@ -203,6 +204,9 @@ COUNTING = Figure(
     Range.exactly(1_230_000), PRIOR, "400 rows of 4,096 tokens counted once on 2 cores of an AMD EPYC, 2026-12-02"
 )
 _EVERYWHERE = {
+    PROMPTS.folder: Speed(
+        _between(60, 900, "a million rows, 100,000 kept: 66 s on 2 cores; a data set from the hub is downloaded first")
+    ),
     VOCAB.folder: Speed(_between(5, 60, "imports and maps: 5 s on the tiny run, more for 163,840 tokens"), COUNTING),
     EXPORT.folder: Speed(_between(10, 120, "3.3 GB read, checked and written at 0.1 to 1 GB/s")),
 }

@@ -182,6 +182,9 @@ class Stage:
         if self.spec is PROMPTS:
             source = Path(self.config.prompts.source)
             inputs["source"] = sampled_digest(source) if source.exists() else None
+        if self.spec.folder == TRAIN.folder and self.config.training.prepared_data:
+            state = Path(self.config.training.prepared_data) / "state.json"  # holds the data set's own fingerprint
+            inputs["prepared data"] = sha256_of(state) if state.exists() else None
         for folder in self.spec.needs:
             self.input(folder)
             manifest = _read_manifest(self.run.folder(folder))
@@ -552,6 +555,7 @@ def record_timing(run: Run, spec: StageSpec, outcome: str, seconds: float, summa
                 "outcome": outcome,
                 "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
                 "seconds": round(seconds, 2),
+                "verifier": Path(run.config.verifier.path).name,
                 "hardware": hardware(),
                 "versions": versions(),
                 **summary,

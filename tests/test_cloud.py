@@ -140,13 +140,13 @@ def test_no_secret_stands_in_the_task() -> None:
 def commands(part: str) -> list[list[str]]:
     """The commands of `setup` or `run` with the task's own values, as words."""
     lines = values()[part].replace("\\\n", " ").splitlines()
-    return [shlex.split(Template(line).substitute(environment())) for line in lines if not line.startswith("#")]
+    return [shlex.split(Template(line).safe_substitute(environment())) for line in lines if not line.startswith("#")]
 
 
 def started(part: str, program: str) -> list[str]:
     """The arguments of the one command of that part that starts `program`."""
     (found,) = (words for words in commands(part) if words[0] == program)
-    return found[1:]
+    return [word for word in found[1:] if word != "$@"]
 
 
 def test_the_tasks_own_budgets_allow_the_tasks_own_run() -> None:

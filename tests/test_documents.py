@@ -9,10 +9,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
+from eagle3_train import preflight
+from tests import boxes, kimi_standin
 from tests.conftest import PROJECT, run_stage
 
-DOCUMENTS = ("README.md", "next-steps-eagle.md")
+PLAYBOOK = "next-steps-eagle.md"
+DOCUMENTS = ("README.md", PLAYBOOK)
 SCRIPTS = sorted(path.name for path in PROJECT.glob("*.py"))
 # Files that a run or the set-up makes, and pictures of what a user has to fill in.
 MADE_LATER = ("runs/", "my.jsonl", ".venv", "elsewhere", "models/")
@@ -111,11 +115,46 @@ def test_every_setting_the_documents_name_exists(document: str, tiny_config: obj
             assert field in known, f"{document}: {section}.{field} is no setting"
 
 
+@pytest.mark.parametrize("preset", sorted((PROJECT / "presets").glob("kimi-*.yaml")), ids=lambda path: path.stem)
+def test_every_field_of_a_boxs_preset_has_its_reason(preset: Path) -> None:
+    lines = preset.read_text(encoding="utf-8").splitlines()
+    fields = [line for line in lines if re.match(r"\s+(- --|\w+: *[^\s#])", line)]
+    assert len(fields) > 40
+    assert not [line for line in fields if not re.search(r"\s# \S", line)]
+
+
+def test_the_boxs_presets_differ_only_where_the_boxes_do() -> None:
+    first, second = (
+        {
+            f"{section}.{name}": value
+            for section, fields in yaml.safe_load((PROJECT / "presets" / preset).read_text(encoding="utf-8")).items()
+            for name, value in fields.items()
+        }
+        for preset in ("kimi-k2.5-rtx6000x8.yaml", "kimi-k2.5-b300x8.yaml")
+    )
+    of_the_model = ("prompts.", "vocabulary.", "draft.", "export.", "evaluation.")
+    assert {name for name in first.keys() | second.keys() if first.get(name) != second.get(name)} <= {
+        name for name in first.keys() | second.keys() if not name.startswith(of_the_model)
+    }
+
+
 def test_every_script_is_a_door_with_a_header_that_says_what_it_is() -> None:
     for script in SCRIPTS:
         lines = text_of(script).splitlines()
         assert len(lines) < 80, f"{script} is a room"
         assert lines[0].startswith('"""'), script
+
+
+def test_the_playbooks_pre_flight_tables_are_fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(preflight, "WRITE_PROBE_BYTES", 1 << 20)  # the line about this disk is left out
+    made = boxes.preflight_tables(kimi_standin.build(tmp_path / "Kimi-K2.5", experts=384))
+    found = dict(re.findall(r"<!-- preflight: (\w+) -->\n(.*?)\n<!-- /preflight -->", text_of(PLAYBOOK), re.DOTALL))
+    assert found == made, "python -m tests.boxes"
+    passing = {name for name, text in made.items() if text.splitlines()[-2].endswith(" 0 fail")}
+    assert passing == {"rtx6000x8", "b300x8"}
+    assert "no CUDA GPU" in made["without_a_gpu"] and "box of 8 GPUs" in made["without_a_gpu"]
 
 
 def test_no_tracked_file_names_a_machines_own_paths() -> None:

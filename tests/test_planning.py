@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 import pytest
 
-from eagle3_train import planning, rates
+from eagle3_train import charts, planning, rates
 from eagle3_train.config import Config, Plan, parse
 from eagle3_train.errors import ConfigError, PipelineError
 from eagle3_train.planning import KIMI, Lengths, Machine, PlanArguments, Way, make_plan, most_samples, project, repeated
@@ -222,6 +222,7 @@ def test_a_stage_measured_on_the_box_takes_the_place_of_its_prior_and_each_row_s
     options = make_plan(both).options
     labels = {cost.stage: cost.basis for cost in options["rtx6000x8"][0].costs}
     assert labels == {
+        "01 prompts": ESTIMATE,
         "verifier load": "measured + prior",
         "01b generation": PRIOR,
         "02 extraction": MEASURED,
@@ -271,7 +272,7 @@ def test_more_trainers_are_an_estimate_between_half_of_linear_and_linear() -> No
 def test_a_token_of_kimi_takes_the_bytes_that_are_known() -> None:
     config = resolve()
     assert planning.token_bytes(config, "bfloat16") == 57_344
-    assert planning.token_bytes(config, "fp8") == 28_676
+    assert planning.token_bytes(config, "float8_e4m3") == 28_676
     assert planning.token_bytes(config, "float32") == 114_688
 
 
@@ -295,9 +296,23 @@ def test_waves_keep_the_peak_within_the_disk_budget_and_pay_a_load_each() -> Non
     assert seconds(waved)["verifier load"] == pytest.approx((1 + waved.waves) * 22.5 * 60)
 
 
+def test_ways_that_were_never_measured_are_estimates_and_say_so(tmp_path: Path) -> None:
+    fp8 = projected(SMALL, tmp_path, 1, Way(False, planning.FP8, False))
+    (extraction,) = (cost for cost in fp8.costs if cost.stage == "02 extraction")
+    assert extraction.basis == f"{MEASURED} + {ESTIMATE}"
+    assert "not measured" in extraction.sources[-1]
+    (generation,) = (cost for cost in projected(SMALL, tmp_path, 1, ONE_PASS).costs if cost.stage == "01b generation")
+    assert generation.basis == f"{MEASURED} + {ESTIMATE}"
+    assert "not measured" in generation.sources[-1]
+    rows = planning.option_table([projected(SMALL, tmp_path, 1), fp8], Plan()).splitlines()
+    assert ESTIMATE not in rows[2] and ESTIMATE in rows[3]
+
+
 def test_fp8_halves_the_states() -> None:
     options = make_plan(resolve("--box", "b300x8", "--max-samples", "50000")).options["b300x8"]
-    bf16, fp8 = (next(p for p in options if p.way == Way(False, storage, False)) for storage in ("bfloat16", "fp8"))
+    bf16, fp8 = (
+        next(p for p in options if p.way == Way(False, storage, False)) for storage in ("bfloat16", planning.FP8)
+    )
     assert fp8.wave_bytes / bf16.wave_bytes == pytest.approx(28_676 / 57_344)
     assert fp8.seconds == bf16.seconds
 
@@ -350,7 +365,7 @@ def test_the_largest_size_that_fits_is_found(limit: int) -> None:
 
 def test_ways_that_would_fit_are_offered() -> None:
     planned = make_plan(resolve("--box", "b300x8", "--max-samples", "50000", "--max-disk-gb", "6000"))
-    assert "all 50,000 would fit as: two passes, fp8, whole" in (planning.refusal(planned) or "")
+    assert "all 50,000 would fit as: two passes, float8_e4m3, whole" in (planning.refusal(planned) or "")
 
 
 def test_ten_times_the_samples_are_shown() -> None:
@@ -380,12 +395,21 @@ def test_planning_imports_neither_torch_nor_vllm_nor_matplotlib() -> None:
 
 
 def test_without_rates_the_pipeline_goes_on_and_a_budget_refuses() -> None:
-    flags = ("--preset", "presets/tiny.yaml", "--brief")
+    flags = ("--preset", "presets/tiny.yaml", "--plan.from_run", "null", "--brief")
     unknown = plan(*flags)
     assert (unknown.returncode, unknown.stdout.split(":")[0]) == (0, "not estimated")
     refused = plan(*flags, "--max-hours", "1")
     assert refused.returncode == 1
     assert "no rates for this machine" in refused.stderr
+
+
+def test_the_default_is_planned_from_what_it_took_here_and_another_verifier_is_not() -> None:
+    own = plan("--preset", "presets/tiny.yaml", "--brief")
+    assert own.returncode == 0
+    assert re.match(r"400 samples on 2 x AMD EPYC, 24 GiB: [\d.]+ min, .*measured", own.stdout), own.stdout
+    other = plan("--preset", "presets/tiny.yaml", "--verifier.path", KIMI, "--brief")
+    assert other.returncode == 0
+    assert "not estimated" in other.stdout and "was made with the verifier tiny" in other.stdout
 
 
 def test_a_wrong_flag_is_a_wrong_argument() -> None:
@@ -397,6 +421,8 @@ def test_the_picture_shows_every_option(tmp_path: Path) -> None:
     done = plan("--verifier.path", KIMI, "--box", "b300x8", "--max-samples", "1000", "--picture", str(picture))
     assert done.returncode == 0, done.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
+    planned = make_plan(resolve("--box", "b300x8", "--max-samples", "1000"))
+    assert all(len(hours) <= len(charts.PALETTE) for hours in planning.hours_by_stage(planned).values())
 
 
 def test_run_pipeline_asks_the_plan_before_it_touches_the_verifier() -> None:
@@ -456,7 +482,7 @@ def test_a_document_without_known_markers_is_left_alone(tmp_path: Path, text: st
     document = tmp_path / "notes.md"
     document.write_text(text)
     timings(tmp_path, SMALL)
-    with pytest.raises(PipelineError, match="the tables are measured, projections, rates"):
+    with pytest.raises(PipelineError, match="the tables are measured, projections, rates, plan_rtx6000x8"):
         planning.update(document, resolve("--from", str(tmp_path)))
     assert document.read_text() == text
 

@@ -19,33 +19,17 @@ from typing import Any
 import pytest
 
 from eagle3_train import box_checks, preflight
-from eagle3_train.box import Box, Gpu, Links, look
+from eagle3_train.box import Links, look
 from eagle3_train.box_checks import FAIL, GIB, PASS, WARN, Check
 from eagle3_train.config import Config, parse
 from eagle3_train.errors import ConfigError, PipelineError
 from eagle3_train.preflight import FOLDER, REPORT, disk_need, expected, inspect, main, memory_need, table
 from tests import kimi_standin
+from tests.boxes import CPU_BOX, RTX, RTX_BOX
 from tests.conftest import PROJECT, run_stage
 
 MIB = 1 << 20
 TINY = ["--preset", str(PROJECT / "presets" / "tiny.yaml")]
-RTX = Gpu("NVIDIA RTX PRO 6000 Blackwell", 97250 * MIB, 96700 * MIB, (12, 0), numa_node=0, nvlinks=0)
-RTX_BOX = Box(
-    gpus=(RTX,) * 4 + (replace(RTX, numa_node=1),) * 4,
-    driver_gpus=8,
-    driver="580.95.05",
-    driver_cuda=(13, 0),
-    torch_cuda=(13, 0),
-    kernels=("sm_80", "sm_90", "sm_100", "sm_120"),
-    links=Links(peer_access=True, slowest_copy=40e9, sound=True),
-    memory_free_bytes=900 * GIB,
-    shared_memory_free_bytes=400 * GIB,
-    open_files=65536,
-    locked_memory_bytes=None,
-)
-CPU_BOX = replace(
-    RTX_BOX, gpus=(), driver_gpus=None, driver=None, driver_cuda=None, torch_cuda=None, kernels=(), links=None
-)
 
 
 def kimi_config(path: Path, *flags: str) -> Config:
@@ -434,21 +418,70 @@ def test_a_hub_verifier_that_is_not_here_warns_and_downloads_nothing(
 # Room ----------------------------------------------------------------------------------------------------------------
 
 
-def test_kimi_takes_69_gib_of_each_of_eight_gpus_and_127616_bytes_a_token(kimi: Path) -> None:
+def test_kimi_takes_69_gib_of_each_of_eight_gpus_and_127616_bytes_a_token_that_is_captured(kimi: Path) -> None:
     all_bytes = sum(tensor.nbytes for _, tensor in kimi_standin.tensors(experts=384))
-    weights, per_token = memory_need(kimi_config(kimi), all_bytes)
+    config = kimi_config(kimi, "--generation.server_args", '["--kv-cache-dtype", "fp8"]')
+    generating, capturing, _ = box_checks.served(config)
+    weights, per_token = memory_need(config, all_bytes, capturing)
     assert weights / GIB == pytest.approx(69.3, abs=0.1)
     # 61 layers x (512 + 64) of MLA's cache, and 4 x 7168 of states, in bf16 and on every GPU.
     assert per_token == 61 * 576 * 2 + 57344
+    assert memory_need(config, all_bytes, generating) == (weights, 61 * 576)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], [("01b", 8, 0.93, 2, 32768), ("02", 8, 0.93, 2, 32768), ("06", 8, 0.93, 2, 32768)]),
+        (
+            [
+                *("--server.args", '["--kv-cache-dtype=fp8", "--max_model_len", "9000"]'),
+                *("--extraction.server_args", '["--kv-cache-dtype=auto", "--gpu-memory-utilization", "0.8"]'),
+                *("--generation.server_args", '["--tensor-parallel-size=4", "--data-parallel-size=3"]'),
+            ],
+            [("01b", 12, 0.93, 1, 9000), ("02", 8, 0.8, 2, 9000), ("06", 8, 0.93, 1, 9000)],
+        ),
+        (["--verifier.dtype", "float32"], [(stage, 8, 0.93, 4, 32768) for stage in ("01b", "02", "06")]),
+    ],
+)
+def test_a_stages_own_server_arguments_replace_the_common_ones(
+    kimi: Path, flags: list[str], expected: list[tuple[Any, ...]]
+) -> None:
+    assert [server[:5] for server in box_checks.served(kimi_config(kimi, *flags))] == expected
+
+
+def test_a_stage_that_takes_too_little_memory_is_named(tmp_path: Path) -> None:
+    path = kimi_standin.build(tmp_path / "kimi", experts=384)
+    small = kimi_config(path, "--extraction.server_args", '["--gpu-memory-utilization=0.77"]')
+    assert_fails(preflight.memory(small, RTX_BOX), "not enough for 02", "02 77%", remedy="server.max_model_len")
+    assert preflight.memory(kimi_config(path), RTX_BOX).status == PASS
+
+
+def test_data_parallel_servers_want_their_gpus_too(kimi: Path) -> None:
+    flags = ["--verifier.tensor_parallel_size", "4", "--generation.server_args", '["--data-parallel-size=2"]']
+    four = replace(RTX_BOX, gpus=(RTX,) * 4, driver_gpus=4)
+    assert_fails(box_checks.gpus(kimi_config(kimi, *flags), four), "01b is spread over 8", remedy="box of 8 GPUs")
+    assert box_checks.gpus(kimi_config(kimi, *flags), RTX_BOX).status == PASS
+    used = replace(RTX_BOX, gpus=(*(RTX,) * 7, replace(RTX, free_bytes=GIB)))
+    assert box_checks.free_gpu_memory(kimi_config(kimi, *flags), used).status == FAIL
+
+
+def test_binding_to_numa_nodes_without_numactl_fails(kimi: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bound = kimi_config(kimi, "--server.args", '["--numa-bind"]')
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
+    assert_fails(the("numactl", inspect(bound, run, CPU_BOX)), "--numa-bind", remedy="apt-get install numactl")
+    assert "numactl" not in {check.name for check in inspect(kimi_config(kimi), run, CPU_BOX)}
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert box_checks.numactl().status == PASS
 
 
 def test_the_whole_of_kimi_fits_eight_rtx_pro_6000_and_not_four(tmp_path: Path) -> None:
     path = kimi_standin.build(tmp_path / "kimi", experts=384)
     check = preflight.memory(kimi_config(path), RTX_BOX)
     assert check.status == PASS
-    assert "69.3 GiB of weights" in check.found
+    assert "69.3 of weights" in check.found
     check = preflight.memory(kimi_config(path, "--verifier.tensor_parallel_size", "4"), RTX_BOX)
-    assert_fails(check, "138.6 GiB of weights", remedy="GPUs of")
+    assert_fails(check, "138.6 of weights", remedy="GPUs of")
     assert preflight.memory(kimi_config(path), CPU_BOX).status == WARN
     config = kimi_config(path, "--verifier.tensor_parallel_size", "1")
     assert_fails(preflight.memory(config, replace(CPU_BOX, memory_free_bytes=22 * GIB)), "555", remedy="GPUs")
