@@ -7,8 +7,8 @@
 - A server that loses connections is left out and taken back when it answers a one-token canary; when nothing has
   arrived for a while every server gets one (`/health` stays 200 on a hung engine).
 
-Plain HTTP through aiohttp, as speculators' own client does it: the openai client, which the other stages use, takes
-2 ms of a core for each answer (benchmarks/client_vs_speculators.py), and its retries cannot know of our other servers.
+Plain HTTP through aiohttp, as speculators' own client does it: the openai client takes 2 ms of a core for each answer
+(benchmarks/client_vs_speculators.py), and its retries cannot know of our other servers.
 """
 
 from __future__ import annotations
@@ -38,12 +38,16 @@ _CANARY_S = 30.0
 _TOLERATED_QUEUE = 0.1
 
 
-@dataclass(frozen=True)
 class SetAside(Exception):
-    """A prompt or sample that cannot be used: listed in errors.jsonl, tried again by the next run."""
+    """A prompt or sample that cannot be used: listed in errors.jsonl, tried again by the next run.
 
-    reason: str
-    detail: str = ""
+    Attributes:
+        reason, detail: for errors.jsonl.
+    """
+
+    def __init__(self, reason: str, detail: str = ""):
+        super().__init__(f"{reason} {detail}".rstrip())
+        self.reason, self.detail = reason, detail
 
 
 class Unusable(Exception):
@@ -108,7 +112,7 @@ class Answerer:
         self._endpoints = [
             _Endpoint(
                 server,
-                _session(server, settings.connect_timeout_s),
+                session(server, settings.connect_timeout_s),
                 vllm.version_of(server),
                 most=settings.concurrency,
                 limit=min(_FIRST_LIMIT, settings.concurrency),
@@ -139,9 +143,11 @@ class Answerer:
         await run_watched(workers, [self._watch(endpoint) for endpoint in self._endpoints])
 
     async def ask(
-        self, messages: list[dict[str, Any]], sampling: dict[str, Any], *, thinking: bool
+        self, messages: list[dict[str, Any]], sampling: dict[str, Any], *, thinking: bool, **further: Any
     ) -> tuple[dict[str, Any], vllm.Server, str]:
         """One chat completion with its token ids, the server that gave it and that server's version.
+
+        `further` are fields of the request that are no part of the sampling.
 
         Raises:
             SetAside: no usable answer, after the retries that make sense.
@@ -150,7 +156,7 @@ class Answerer:
         while True:
             endpoint = await self._take()
             try:
-                answer = await self._request(endpoint, messages, sampling, thinking)
+                answer = await self._request(endpoint, messages, {**sampling, **further}, thinking)
                 endpoint.answered()
                 return answer, endpoint.server, endpoint.version
             except Unusable as problem:
@@ -176,17 +182,19 @@ class Answerer:
             self._room.notify_all()
 
     async def _request(
-        self, endpoint: _Endpoint, messages: list[dict[str, Any]], sampling: dict[str, Any], thinking: bool
+        self, endpoint: _Endpoint, messages: list[dict[str, Any]], fields: dict[str, Any], thinking: bool
     ) -> dict[str, Any]:
         import aiohttp
 
-        body = {"model": endpoint.server.model, "messages": messages, "return_token_ids": True, **sampling}
+        body = {"model": endpoint.server.model, "messages": messages, "return_token_ids": True, **fields}
         if not thinking:
             body["chat_template_kwargs"] = {"thinking": False}
         patience = self._settings.request_timeout_s
         try:
             async with asyncio.timeout(patience):
-                status, headers, answer = await _post(endpoint, "chat/completions", body)
+                status, headers, answer = await post(
+                    endpoint.client, f"{endpoint.server.base_url}/chat/completions", body
+                )
         except aiohttp.ClientError as error:  # first, for a connection that took too long is a TimeoutError as well
             # If it is a server of ours that died, `_watch` says so within seconds.
             endpoint.down_since = endpoint.down_since or time.monotonic()
@@ -241,8 +249,8 @@ class Answerer:
             raise Lost(f"no server has answered a one-token request for {patience:g} s: {urls}")
 
 
-def _session(server: vllm.Server, connect_timeout_s: float) -> Any:
-    """Not the openai client: it takes 2 ms of a core for each answer, this a fifth of one."""
+def session(server: vllm.Server, connect_timeout_s: float) -> Any:
+    """A client of `server`. Not openai's: it takes 2 ms of a core for each answer, this a fifth of one."""
     import aiohttp
 
     url = urllib.parse.urlsplit(server.base_url)
@@ -257,9 +265,9 @@ def _session(server: vllm.Server, connect_timeout_s: float) -> Any:
     )
 
 
-async def _post(endpoint: _Endpoint, path: str, body: dict[str, Any]) -> tuple[int, Any, bytes]:
+async def post(client: Any, url: str, body: dict[str, Any]) -> tuple[int, Any, bytes]:
     """Status, headers and body of the answer."""
-    async with endpoint.client.post(f"{endpoint.server.base_url}/{path}", json=body) as answer:
+    async with client.post(url, json=body) as answer:
         return answer.status, answer.headers, await answer.read()
 
 
@@ -269,7 +277,7 @@ async def _answers_canary(endpoint: _Endpoint, patience_s: float) -> bool:
     canary = {"model": endpoint.server.model, "prompt": [0], "max_tokens": 1, "temperature": 0}
     try:
         async with asyncio.timeout(patience_s):
-            status, _, _ = await _post(endpoint, "completions", canary)
+            status, _, _ = await post(endpoint.client, f"{endpoint.server.base_url}/completions", canary)
     except (aiohttp.ClientError, TimeoutError):
         return False
     return bool(status == 200)

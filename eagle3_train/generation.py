@@ -7,6 +7,8 @@ cut_off, repetition, refusal, thinking_off.
 Rows are appended as answers arrive and are matched by id, so a rerun asks only what is missing. Of a conversation
 (`prompts.turns: all`) each user turn has its own trace, `<id>.2`, `<id>.3`, ..., with the verifier's earlier answers as
 history; all belong to the prompt `<id>`.
+
+With `generation.capture: one_pass` the hidden states are saved as well, while the verifier answers (one_pass.py).
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from typing import Any
 from eagle3_train import charts, verifier
 from eagle3_train import server as vllm
 from eagle3_train.asking import Answerer, Lost, SetAside
-from eagle3_train.config import Config, Generation
+from eagle3_train.capture import disk_full_is_no_crash, fresh_staging, sample_of
+from eagle3_train.config import Config, Extraction, Generation
 from eagle3_train.errors import PipelineError
+from eagle3_train.one_pass import ASKED, CANARY_TOKENS, STATES, OnePass, server_args
 from eagle3_train.progress import bar
 from eagle3_train.prompts import PROMPTS_FILE, hash_share
 from eagle3_train.run import ERRORS, JsonlLog, Result, Stage, check_set_aside, read_jsonl
@@ -47,6 +51,11 @@ _REFUSAL_OPENINGS = (
 
 def generate(stage: Stage) -> Result:
     """Ask what has no trace yet, on a server of our own or on attached ones."""
+    with disk_full_is_no_crash(stage.folder):
+        return _generate(stage)
+
+
+def _generate(stage: Stage) -> Result:
     settings = stage.config.generation
     prompts = {row["id"]: row for row in read_jsonl(stage.input("01_prompts") / PROMPTS_FILE)}
     traces_path, errors_path = stage.folder / TRACES_FILE, stage.folder / ERRORS
@@ -74,6 +83,12 @@ def generate(stage: Stage) -> Result:
 def prompt_of(trace_id: str) -> str:
     """The prompt that a trace belongs to: a conversation's later turns carry its id and their number."""
     return trace_id.partition(".")[0]
+
+
+def is_left_out(trace: dict[str, Any], settings: Extraction) -> bool:
+    """Whether the preset, or an output too short to learn from, keeps a trace out of the training data."""
+    wishes = ((CUT_OFF, settings.cut_off), (REPETITION, settings.repetition))
+    return len(trace["output_token_ids"]) < 2 or any(wish == "drop" and flag in trace["flags"] for flag, wish in wishes)
 
 
 def _said(trace: dict[str, Any], prompts: dict[str, Any]) -> dict[str, Any] | None:
@@ -106,6 +121,7 @@ class _Asking:
         self.prompts, self.have = prompts, have
         self.traces, self.errors = traces, errors
         self.tokens = self.set_aside = 0
+        self._one_pass = self.settings.capture == "one_pass"
         self._held: list[dict[str, Any]] = []
         self._thinking_seen = thinking_seen
         self._check = _TokenCheck(stage.config)
@@ -135,19 +151,27 @@ class _Asking:
         if self.settings.endpoint:
             yield [vllm.attach(endpoint) for endpoint in self.settings.endpoint]
             return
-        log = self.stage.folder / SERVER_LOG
-        with vllm.serve(self.stage.config, log=log, extra_args=self.settings.server_args) as server:
+        log, extra = self.stage.folder / SERVER_LOG, self.settings.server_args
+        if self._one_pass:
+            self._staging = fresh_staging(self.stage.folder, self.stage.folder / STATES)
+            extra = server_args(self.stage.config, self._staging)
+        with vllm.serve(self.stage.config, log=log, extra_args=extra) as server:
             yield [server]
 
     async def _ask_all(self, queue: list[dict[str, Any]], servers: list[vllm.Server], progress: Any) -> None:
         """Work `queue` off its end; what was in flight when a server is lost goes back to it."""
-        async with Answerer(servers, self.settings) as answerer:
+        async with Answerer(servers, self.settings) as answerer, contextlib.AsyncExitStack() as stack:
+            states = None
+            if self._one_pass:
+                states = OnePass(self.stage.config, self.stage.folder, servers[0], self._staging)
+                await stack.enter_async_context(states)
+                await answerer.run([self._pass_gate(answerer, states)])
 
             async def worker() -> None:
                 while queue:
                     prompt = queue.pop()
                     try:
-                        await self._converse(prompt, answerer)
+                        await self._converse(prompt, answerer, states)
                     except SetAside as problem:
                         self.errors.append({"id": prompt["id"], "reason": problem.reason, "detail": problem.detail})
                         self.set_aside += 1
@@ -163,23 +187,59 @@ class _Asking:
 
             count = min(self.settings.concurrency * len(servers), len(queue))
             await answerer.run([worker() for _ in range(count)])
+            if states is not None:
+                print(
+                    f"states of {states.kept} traces saved, {states.made_again} of them in a second pass; "
+                    f"{states.missed} left to 02"
+                )
         self._release(final=True)
 
-    async def _converse(self, prompt: dict[str, Any], answerer: Answerer) -> None:
+    async def _pass_gate(self, answerer: Answerer, states: OnePass) -> None:
+        prompts = {prompt["id"]: prompt for prompt in self.prompts}
+
+        async def ask(prompt_id: str) -> tuple[dict[str, Any], dict[str, Any]]:
+            sampling = sampling_of(self.settings, prompt_id)
+            sampling["max_tokens"] = min(CANARY_TOKENS, sampling["max_tokens"])
+            messages = prompts[prompt_id]["messages"]
+            answer, _, _ = await answerer.ask(messages, sampling, thinking=self._thinks(prompt_id), **ASKED)
+            return answer, sampling
+
+        try:
+            await states.gate(ask, list(prompts))
+        except SetAside as problem:
+            raise PipelineError(f"a canary got no answer: {problem}") from None
+
+    def _thinks(self, trace_id: str) -> bool:
+        return hash_share(self.settings.seed, "thinking", trace_id) < self.settings.thinking_share
+
+    async def _converse(self, prompt: dict[str, Any], answerer: Answerer, states: OnePass | None) -> None:
         """Every turn of a prompt in order; turns that have their trace only lend it as history."""
         messages = list(prompt["messages"])
         for trace_id, question in _turns(prompt).items():
             if question is not None:
                 messages.append({"role": "user", "content": question})
             if trace_id not in self.have:
-                thinking = hash_share(self.settings.seed, "thinking", trace_id) < self.settings.thinking_share
-                sampling = sampling_of(self.settings, trace_id)
-                answer, server, version = await answerer.ask(messages, sampling, thinking=thinking)
+                thinking, sampling = self._thinks(trace_id), sampling_of(self.settings, trace_id)
+                if states is not None:
+                    states.check_room()
+                answer, server, version = await answerer.ask(
+                    messages, sampling, thinking=thinking, **(ASKED if states else {})
+                )
                 trace = trace_from(answer, trace_id, sampling, server, version, thinking=thinking)
                 self._check.look(messages, trace, thinking=thinking)
-                self._keep(trace, _said(trace, {prompt["id"]: prompt}))
+                try:
+                    if states is not None:
+                        await self._save_states(states, answer, trace, prompt["split"])
+                finally:  # also when its states find no room: 02 can make them, and nobody its words
+                    self._keep(trace, _said(trace, {prompt["id"]: prompt}))
             if (said := self.have[trace_id]) is not None:
                 messages.append(said)
+
+    async def _save_states(self, states: OnePass, answer: dict[str, Any], trace: dict[str, Any], split: str) -> None:
+        if split == "eval" or is_left_out(trace, self.stage.config.extraction):
+            await states.discard(answer)
+        else:
+            await states.keep(answer, sample_of(trace, split))
 
     def _keep(self, trace: dict[str, Any], said: dict[str, Any] | None) -> None:
         self.have[trace["id"]] = said

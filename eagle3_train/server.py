@@ -171,6 +171,7 @@ def extraction_args(config: Config, staging: Path) -> list[str]:
         "kv_connector_extra_config": {
             "shared_storage_path": str(staging),
             "storage_dtype": config.extraction.storage_dtype,
+            "verifier": verifier.fingerprint(config.verifier) or "",
         },
     }
     # A cached prefix is never computed, so its states would be missing.

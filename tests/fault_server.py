@@ -13,18 +13,24 @@ Token ids are the characters' code points plus 20, so that a test can tell by ey
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import functools
+import itertools
 import json
+import os
 import socket
 import struct
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
-from eagle3_train.extraction import Sample
+from eagle3_train import server as vllm
+from eagle3_train.capture import Sample
+from eagle3_train.config import Config
 from eagle3_train.prompts import PROMPTS_FILE, content_id
 from eagle3_train.run import Result, Run, Stage, StageSpec
 
@@ -82,8 +88,8 @@ class FaultServer:
         self.engine_works = engine_works
         self.delay_s = delay_s
         self.models = models
-        # Stage 02: (token ids, attempt) -> the kv_transfer_params of the answer, or bytes to send as the whole body.
-        self.capture: Callable[[list[int], int], dict[str, Any] | bytes | None] | None = None
+        # States: (token ids, attempt, request) -> the kv_transfer_params of the answer, or bytes to send as its body.
+        self.capture: Callable[[list[int], int, dict[str, Any]], dict[str, Any] | bytes | None] | None = None
         # (time it came, question, body) of every chat request, in order.
         self.requests: list[tuple[float, str, dict[str, Any]]] = []
         self.captures: Counter[tuple[int, ...]] = Counter()
@@ -183,6 +189,11 @@ class FaultServer:
         if self.gives_token_ids and body.get("return_token_ids"):
             answer["prompt_token_ids"] = prompt_ids
             choice["token_ids"] = token_ids
+        if body.get("logprobs"):
+            log_probs = log_probs_of([*prompt_ids, *token_ids])[-len(token_ids) :]
+            choice["logprobs"] = {"content": [{"logprob": value} for value in log_probs]}
+        if self.capture is not None:
+            answer["kv_transfer_params"] = self.capture([*prompt_ids, *token_ids[:-1]], 1, body)
         return answer
 
 
@@ -262,7 +273,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _complete(self, body: dict[str, Any]) -> None:
         ours, prompt = self.server_of, body["prompt"]
         ours.closing.wait(ours.delay_s)
-        choice = {"index": 0, "text": "", "finish_reason": "length", "logprobs": None, "token_ids": [END_OF_TURN]}
+        choice: dict[str, Any] = {"index": 0, "text": "", "finish_reason": "length", "token_ids": [END_OF_TURN]}
+        if "prompt_logprobs" in body:
+            said = [
+                {str(token): {"logprob": value}} for token, value in zip(prompt[1:], log_probs_of(prompt), strict=True)
+            ]
+            choice["prompt_logprobs"] = [None, *said]
         answer = {
             "id": "cmpl-1",
             "object": "text_completion",
@@ -273,9 +289,9 @@ class _Handler(BaseHTTPRequestHandler):
         }
         if ours.capture is not None:
             with ours.lock:
-                ours.captures[tuple(prompt)] += 1
+                ours.captures[tuple(prompt)] += not is_canary(body)
                 attempt = ours.captures[tuple(prompt)]
-            captured = ours.capture(prompt, attempt)
+            captured = ours.capture(prompt, attempt, body)
             if isinstance(captured, bytes):
                 self.send_body(200, captured)
                 return
@@ -420,6 +436,171 @@ FAULTS: dict[str, Callable[[_Handler, dict[str, Any]], None]] = {
 }
 
 
+# States, as a small verifier's would be -------------------------------------------------------------------------------
+
+LAYERS = [2, 4, 5, 8]  # of a verifier with 8 layers
+HIDDEN_SIZE, VOCABULARY = 16, 512
+# How far each layer's state is on its way from the token's embedding to what the head reads.
+_PROGRESS = (0.05, 0.3, 0.5, 1.0)
+
+
+def is_canary(body: dict[str, Any]) -> bool:
+    """Whether a request is one of the parity gate's."""
+    return str(body.get("request_id", "")).startswith("canary")
+
+
+@functools.cache
+def heads() -> dict[str, torch.Tensor]:
+    """The stand-in verifier's embedding, head and final norm; the head is sharp: a state says its next token."""
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    directions = torch.randn(VOCABULARY, HIDDEN_SIZE, generator=generator)
+    return {
+        "language_model.model.embed_tokens.weight": torch.randn(VOCABULARY, HIDDEN_SIZE, generator=generator),
+        "language_model.lm_head.weight": 6 * directions / directions.norm(dim=-1, keepdim=True),
+        "language_model.model.norm.weight": torch.linspace(0.2, 2.5, HIDDEN_SIZE),
+    }
+
+
+def states_of(token_ids: list[int]) -> torch.Tensor:
+    """States [T, L, D] in bfloat16 that depend on the token ids alone, as a verifier's do.
+
+    The last one makes the head say the next token (the end of the turn after the last one).
+    """
+    import torch
+
+    embedding, head, norm = heads().values()
+    ids = torch.tensor(token_ids)
+    said = head[torch.tensor([*token_ids[1:], END_OF_TURN])] / norm
+    generator = torch.Generator().manual_seed(sum(place * token for place, token in enumerate(token_ids, 1)))
+    layers = [(1 - share) * embedding[ids] + share * said for share in _PROGRESS]
+    states = torch.stack(layers, 1)
+    return (states + 0.02 * torch.randn(states.shape, generator=generator)).to(torch.bfloat16)
+
+
+def log_probs_of(token_ids: list[int]) -> list[float]:
+    """The stand-in verifier's log-prob of each token after the first."""
+    import torch
+
+    _, head, norm = heads().values()
+    last = states_of(token_ids)[:-1, -1].float()
+    normed = torch.nn.functional.rms_norm(last, (HIDDEN_SIZE,), norm, 1e-6)
+    losses = torch.nn.functional.cross_entropy(normed @ head.T, torch.tensor(token_ids[1:]), reduction="none")
+    return (-losses).tolist()
+
+
+def write_verifier(folder: Path) -> Path:
+    """A stand-in with the three tensors that are read, and nothing else."""
+    from safetensors.torch import save_file
+
+    write_config(folder, hidden_size=HIDDEN_SIZE, vocab_size=VOCABULARY)
+    save_file(heads(), folder / "model.safetensors")
+    return folder
+
+
+def write_shard(path: Path, states: torch.Tensor, token_ids: list[int], header: dict[str, str]) -> None:
+    """A file as the connector writes it: complete or not at all."""
+    import torch
+    from safetensors.torch import save_file
+
+    tensors = {"hidden_states": states.contiguous(), "token_ids": torch.tensor(token_ids)}
+    beside = path.with_name(f".{path.name}")
+    save_file(tensors, beside, metadata=header)
+    os.replace(beside, path)
+
+
+class Engine:
+    """Stands where `vllm.serve` starts a vLLM server with our connector: writes files as the connector does.
+
+    Attributes:
+        faults: token ids -> (what is written in place of a sound file, how many times).
+        on_canaries: applied to the states of the parity gate's requests.
+        starts: servers started so far.
+    """
+
+    def __init__(self, server: FaultServer):
+        self.server = server
+        self.faults: dict[tuple[int, ...], tuple[str, float]] = {}
+        self.on_canaries: Callable[[torch.Tensor, dict[str, Any]], torch.Tensor] = lambda states, _request: states
+        self.starts = 0
+        self.extra_args: list[str] = []
+        self._staging = Path()
+        self._header: dict[str, str] = {}
+        self._locks: list[TextIO] = []
+        self._files = itertools.count()
+        server.capture = self._capture
+
+    @contextlib.contextmanager
+    def serve(
+        self, _config: Config, *, log: Path, extra_args: list[str], what: str = "verifier"
+    ) -> Iterator[vllm.Server]:
+        transfer = json.loads(extra_args[extra_args.index("--kv-transfer-config") + 1])
+        settings = transfer["kv_connector_extra_config"]
+        self._staging = Path(settings["shared_storage_path"])
+        speculative = json.loads(extra_args[extra_args.index("--speculative-config") + 1])
+        asked = speculative["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]
+        assert asked == LAYERS
+        assert "--no-enable-prefix-caching" in extra_args
+        self._header = {
+            "layer_ids": json.dumps(asked),
+            "dtype": settings["storage_dtype"],
+            "verifier": settings["verifier"],
+            "vllm": SERVER_VERSION,
+        }
+        self.extra_args = extra_args
+        self.starts += 1
+        yield vllm.Server(self.server.url, self.server.models[0])
+
+    def _capture(self, token_ids: list[int], attempt: int, body: dict[str, Any]) -> dict[str, Any] | bytes | None:
+        canary = is_canary(body)
+        fault, times = ("none", 0) if canary else self.faults.get(tuple(token_ids), ("none", 0))
+        fault = fault if attempt <= times else "none"
+        if fault == "not JSON":
+            return b"<html>502 Bad Gateway</html>"
+        if fault == "nothing named":
+            return None
+        folder = self._staging.parent.parent if fault == "outside" else self._staging
+        path = folder / f"cmpl-{next(self._files)}.safetensors"
+        lock = path.with_name(path.name + ".lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        states = states_of(token_ids)
+        if canary:
+            states = self.on_canaries(states, body)
+        threading.Thread(target=self._write, args=(fault, path, states, token_ids, lock)).start()
+        return {"hidden_states_path": str(path)}
+
+    def _write(self, fault: str, path: Path, states: torch.Tensor, token_ids: list[int], lock: TextIO) -> None:
+        time.sleep(0.01)  # the answer is out before the file is
+        header = self._header
+        if fault == "NaN":
+            states[1, LAYERS.index(5), 3] = float("nan")
+        elif fault == "fewer rows":
+            states = states[:-1]
+        elif fault == "shifted":
+            states[len(states) // 2 :] = states[len(states) // 2 :].roll(1, 0)
+        elif fault == "other layers":
+            header = header | {"layer_ids": "[1, 3, 4, 8]"}
+        elif fault == "another verifier":
+            header = header | {"verifier": "0123"}
+        if fault == "failed write":
+            path.with_name(path.name + ".error").write_text("RuntimeError: the writer fell over")
+        elif fault == "disk full":
+            path.with_name(path.name + ".error").write_text("OSError: [Errno 28] No space left on device")
+        elif fault != "no file":
+            write_shard(path, states, token_ids, header)
+        if fault == "cut short":
+            path.write_bytes(path.read_bytes()[:-100])
+        if fault == "never finished":
+            self._locks.append(lock)
+        else:
+            lock.close()
+
+    def close(self) -> None:
+        for lock in self._locks:
+            lock.close()
+
+
 def prompt_id(question: str) -> str:
     return content_id([{"role": "user", "content": question}])
 
@@ -483,7 +664,7 @@ def write_hidden(
 
     shards = stage.folder / SHARDS
     shards.mkdir(exist_ok=True)
-    header = {"layer_ids": json.dumps(layer_ids), "dtype": "bfloat16", "vllm": "0.32.0"}
+    header = {"layer_ids": json.dumps(layer_ids), "dtype": "bfloat16", "verifier": "", "vllm": "0.32.0"}
     rows = []
     for sample in samples:
         path = shards / f"{sample.id}.safetensors"
@@ -492,7 +673,7 @@ def write_hidden(
         size = path.stat().st_size
         rows.append({"id": sample.id, "ids": sample.digest, "tokens": len(sample.token_ids), "bytes": size})
     (stage.folder / INDEX).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    publish(stage.folder, samples)
+    publish(stage.folder, sorted(samples, key=lambda sample: sample.split != "train"))
     tokens = sum(len(sample.token_ids) for sample in samples)
     return Result([INDEX, DATASET], {"samples": len(samples), "tokens": tokens}, counted=[SHARDS])
 

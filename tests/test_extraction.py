@@ -9,11 +9,11 @@ Shapes: T tokens, L captured layers, D hidden size.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 import threading
 import time
@@ -27,47 +27,35 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle3_train import server as vllm
+from eagle3_train.asking import SetAside
+from eagle3_train.capture import DiskFull, Expected, Sample, check_file, check_states, token_bytes, wait_for_writer
 from eagle3_train.config import Config, Extraction, Verifier
 from eagle3_train.config import Server as ServerSettings
 from eagle3_train.errors import PipelineError
-from eagle3_train.extraction import (
-    DATASET,
-    INDEX,
-    LINKS,
-    SHARDS,
-    Sample,
-    _check_file,
-    _wait_for_writer,
-    check_states,
-    extract,
-    token_bytes,
-)
-from eagle3_train.generation import SetAside
+from eagle3_train.extraction import DATASET, INDEX, LINKS, SHARDS, extract
 from eagle3_train.run import ERRORS, HIDDEN, PROMPTS, TRACES, Result, Run, Stage
 from tests.fault_server import (
+    HIDDEN_SIZE,
+    LAYERS,
     TRACES_FILE,
+    Engine,
     FaultServer,
     encode,
     finish_stage,
     prompt_id,
     rows_of,
+    states_of,
     write_config,
     write_prompts,
+    write_shard,
+    write_verifier,
 )
 
-LAYERS = [2, 4, 5, 8]  # of a verifier with 8 layers
-HIDDEN_SIZE = 16
 TRAIN = [f"Question {number}?" for number in range(5)]
 VAL = ["Is this validation?", "Is this too?"]
 EVAL = ["Is this held out?"]
 SPLITS = {**dict.fromkeys(TRAIN, "train"), **dict.fromkeys(EVAL, "eval"), **dict.fromkeys(VAL, "val")}
 Disk = namedtuple("Disk", "total used free")
-
-
-def states_of(token_ids: list[int]) -> torch.Tensor:
-    """States [T, L, D] that depend on the token ids alone, as a verifier's do."""
-    generator = torch.Generator().manual_seed(sum(place * token for place, token in enumerate(token_ids, 1)))
-    return torch.randn(len(token_ids), len(LAYERS), HIDDEN_SIZE, generator=generator).to(torch.bfloat16)
 
 
 def prompt_of(question: str) -> list[int]:
@@ -79,15 +67,16 @@ def output_of(question: str) -> list[int]:
 
 
 def tokens_of(question: str) -> list[int]:
-    return prompt_of(question) + output_of(question)
+    """What is trained on: without the trace's last token."""
+    return prompt_of(question) + output_of(question)[:-1]
 
 
-def write_shard(path: Path, states: torch.Tensor, token_ids: list[int], layers: list[int]) -> None:
-    """A file as the connector writes it: complete or not at all."""
-    tensors = {"hidden_states": states.contiguous(), "token_ids": torch.tensor(token_ids)}
-    beside = path.with_name(f".{path.name}")
-    save_file(tensors, beside, metadata={"layer_ids": json.dumps(layers), "dtype": "bfloat16", "vllm": "0.32.0"})
-    os.replace(beside, path)
+def header_of(layers: list[int], dtype: str = "bfloat16") -> dict[str, str]:
+    return {"layer_ids": json.dumps(layers), "dtype": dtype, "verifier": "", "vllm": "0.32.0"}
+
+
+def expecting(dtype: str = "bfloat16") -> Expected:
+    return Expected(LAYERS, HIDDEN_SIZE, dtype, "", 1e-3)
 
 
 def with_value(states: torch.Tensor, token: int, layer: int, value: float) -> torch.Tensor:
@@ -111,7 +100,7 @@ def with_equal_layers(states: torch.Tensor, first: int, second: int) -> torch.Te
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_sound_states_are_accepted_in_both_storage_types(dtype: torch.dtype) -> None:
     ids = list(range(30, 42))
-    check_states(states_of(ids).to(dtype), torch.tensor(ids), ids, LAYERS, HIDDEN_SIZE)
+    check_states(states_of(ids).to(dtype), torch.tensor(ids), ids, expecting())
 
 
 @pytest.mark.parametrize(
@@ -135,14 +124,14 @@ def test_unsound_states_are_refused_naming_what_is_wrong(
 ) -> None:
     ids = list(range(30, 42))
     with pytest.raises(SetAside, match=said):
-        check_states(spoil(states_of(ids)), torch.tensor(ids), ids, LAYERS, HIDDEN_SIZE)
+        check_states(spoil(states_of(ids)), torch.tensor(ids), ids, expecting())
 
 
 @pytest.mark.parametrize("change", [lambda ids: ids[:-1], lambda ids: [*ids[:-1], 99], lambda ids: ids[::-1]])
 def test_states_of_other_token_ids_are_refused(change: Callable[[list[int]], list[int]]) -> None:
     ids = list(range(30, 42))
     with pytest.raises(SetAside, match="other token ids"):
-        check_states(states_of(ids), torch.tensor(change(ids)), ids, LAYERS, HIDDEN_SIZE)
+        check_states(states_of(ids), torch.tensor(change(ids)), ids, expecting())
 
 
 # ---- one captured file
@@ -157,12 +146,12 @@ def sample() -> Sample:
 def captured(tmp_path: Path, sample: Sample) -> Path:
     """A sound file, as the connector leaves it."""
     path = tmp_path / "cmpl-0.safetensors"
-    write_shard(path, states_of(sample.token_ids), sample.token_ids, LAYERS)
+    write_shard(path, states_of(sample.token_ids), sample.token_ids, header_of(LAYERS))
     return path
 
 
 def test_a_sound_file_passes_and_its_digest_is_the_files_own(captured: Path, sample: Sample) -> None:
-    digest = _check_file(captured, sample, LAYERS, HIDDEN_SIZE)
+    digest = check_file(captured, sample.token_ids, expecting())
     assert digest == hashlib.sha256(captured.read_bytes()).hexdigest()
 
 
@@ -170,39 +159,63 @@ def test_a_sound_file_passes_and_its_digest_is_the_files_own(captured: Path, sam
 def test_a_file_cut_short_is_never_counted_as_done(captured: Path, sample: Sample, kept: int) -> None:
     captured.write_bytes(captured.read_bytes()[:kept])
     with pytest.raises(SetAside, match="not a whole safetensors file"):
-        _check_file(captured, sample, LAYERS, HIDDEN_SIZE)
+        check_file(captured, sample.token_ids, expecting())
 
 
 def test_a_file_without_its_token_ids_is_refused(captured: Path, sample: Sample) -> None:
     header = {"layer_ids": json.dumps(LAYERS)}
     save_file({"hidden_states": states_of(sample.token_ids)}, captured, metadata=header)
     with pytest.raises(SetAside):
-        _check_file(captured, sample, LAYERS, HIDDEN_SIZE)
+        check_file(captured, sample.token_ids, expecting())
 
 
 def test_a_failed_write_is_reported_in_the_servers_own_words(captured: Path, sample: Sample) -> None:
-    captured.with_name(captured.name + ".error").write_text("OSError: [Errno 28] No space left on device")
+    captured.with_name(captured.name + ".error").write_text("RuntimeError: the writer fell over")
     with pytest.raises(SetAside) as refused:
-        _check_file(captured, sample, LAYERS, HIDDEN_SIZE)
-    assert "No space left on device" in refused.value.detail
+        check_file(captured, sample.token_ids, expecting())
+    assert "the writer fell over" in refused.value.detail
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "OSError: [Errno 28] No space left on device",
+        'SafetensorError: IoError(Os { code: 28, kind: StorageFull, message: "No space left on device" })',
+        "OSError: [Errno 122] Disk quota exceeded",
+    ],
+)
+def test_a_server_whose_disk_is_full_is_no_fault_of_the_sample(captured: Path, sample: Sample, words: str) -> None:
+    captured.with_name(captured.name + ".error").write_text(words)
+    with pytest.raises(DiskFull, match="make room"):
+        check_file(captured, sample.token_ids, expecting())
+
+
+def test_a_reason_that_found_no_room_itself_is_a_full_disk_too(
+    captured: Path, sample: Sample, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured.unlink()
+    captured.with_name(captured.name + ".error").write_text("")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: Disk(2**20, 2**20, 0))
+    with pytest.raises(DiskFull, match="no space left"):
+        check_file(captured, sample.token_ids, expecting())
 
 
 def test_a_lock_released_without_a_file_is_refused(captured: Path, sample: Sample) -> None:
     captured.unlink()
     with pytest.raises(SetAside, match="without a file"):
-        _check_file(captured, sample, LAYERS, HIDDEN_SIZE)
+        check_file(captured, sample.token_ids, expecting())
 
 
 def test_other_layers_than_asked_stop_the_stage(captured: Path, sample: Sample) -> None:
-    write_shard(captured, states_of(sample.token_ids), sample.token_ids, [1, 3, 4, 8])
+    write_shard(captured, states_of(sample.token_ids), sample.token_ids, header_of([1, 3, 4, 8]))
     with pytest.raises(PipelineError, match=r"\[1, 3, 4, 8\], asked were \[2, 4, 5, 8\]"):
-        _check_file(captured, sample, LAYERS, HIDDEN_SIZE)
+        check_file(captured, sample.token_ids, expecting())
 
 
 def test_three_layers_where_four_were_asked_stop_the_stage(captured: Path, sample: Sample) -> None:
-    write_shard(captured, states_of(sample.token_ids)[:, :3], sample.token_ids, LAYERS)
+    write_shard(captured, states_of(sample.token_ids)[:, :3], sample.token_ids, header_of(LAYERS))
     with pytest.raises(PipelineError, match="3 layers where 4 were asked: this vLLM is too old"):
-        _check_file(captured, sample, LAYERS, HIDDEN_SIZE)
+        check_file(captured, sample.token_ids, expecting())
 
 
 @contextlib.contextmanager
@@ -218,7 +231,7 @@ def test_a_file_that_is_being_written_is_waited_for(captured: Path) -> None:
         release = threading.Timer(0.3, lambda: fcntl.flock(lock, fcntl.LOCK_UN))
         started = time.monotonic()
         release.start()
-        _wait_for_writer(captured, timeout_s=5)
+        asyncio.run(wait_for_writer(captured, timeout_s=5))
         assert 0.25 < time.monotonic() - started < 2
         release.join()
 
@@ -226,88 +239,28 @@ def test_a_file_that_is_being_written_is_waited_for(captured: Path) -> None:
 def test_a_file_that_is_never_finished_is_given_up_after_the_timeout(captured: Path) -> None:
     started = time.monotonic()
     with locked(captured), pytest.raises(SetAside, match="not written within"):
-        _wait_for_writer(captured, timeout_s=0.2)
+        asyncio.run(wait_for_writer(captured, timeout_s=0.2))
     assert 0.2 <= time.monotonic() - started < 2
 
 
 def test_a_file_that_was_named_without_a_lock_is_refused(captured: Path) -> None:
     with pytest.raises(SetAside, match="no lock"):
-        _wait_for_writer(captured, timeout_s=1)
+        asyncio.run(wait_for_writer(captured, timeout_s=1))
 
 
 # ---- the stage
 
 
-class Engine:
-    """Stands where `vllm.serve` starts a vLLM server with our connector.
+def fault(engine: Engine, question: str, name: str, times: float = float("inf")) -> None:
+    """What is written in place of the question's sound file."""
+    engine.faults[tuple(tokens_of(question))] = (name, times)
 
-    Attributes:
-        faults: question -> (what is written in place of a sound file, how many times).
-        starts: servers started so far.
-    """
 
-    def __init__(self, server: FaultServer):
-        self.server = server
-        self.faults: dict[str, tuple[str, float]] = {}
-        self.starts = 0
-        self._staging = Path()
-        self._locks: list[TextIO] = []
-        server.capture = self._capture
-
-    @contextlib.contextmanager
-    def serve(self, _config: Config, *, log: Path, extra_args: list[str], what: str) -> Iterator[vllm.Server]:
-        transfer = json.loads(extra_args[extra_args.index("--kv-transfer-config") + 1])
-        self._staging = Path(transfer["kv_connector_extra_config"]["shared_storage_path"])
-        speculative = json.loads(extra_args[extra_args.index("--speculative-config") + 1])
-        asked = speculative["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]
-        assert asked == LAYERS
-        assert "--no-enable-prefix-caching" in extra_args
-        self.starts += 1
-        yield vllm.Server(self.server.url, self.server.models[0])
-
-    def asked(self) -> dict[str, int]:
-        """Captures of each question."""
-        by_tokens = {tuple(tokens_of(question)): question for question in SPLITS}
-        return {by_tokens.get(ids, "another"): count for ids, count in self.server.captures.items()}
-
-    def _capture(self, token_ids: list[int], attempt: int) -> dict[str, Any] | bytes | None:
-        question = next((q for q in SPLITS if tokens_of(q) == token_ids), "another")
-        fault, times = self.faults.get(question, ("none", 0))
-        fault = fault if attempt <= times else "none"
-        if fault == "not JSON":
-            return b"<html>502 Bad Gateway</html>"
-        if fault == "nothing named":
-            return None
-        folder = self._staging.parent.parent if fault == "outside" else self._staging
-        path = folder / f"cmpl-{prompt_id(question)}-{attempt}.safetensors"
-        lock = path.with_name(path.name + ".lock").open("w")
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        threading.Thread(target=self._write, args=(fault, path, token_ids, lock)).start()
-        return {"hidden_states_path": str(path)}
-
-    def _write(self, fault: str, path: Path, token_ids: list[int], lock: TextIO) -> None:
-        time.sleep(0.01)  # the answer is out before the file is
-        states, layers = states_of(token_ids), LAYERS
-        if fault == "NaN":
-            with_value(states, 1, 5, float("nan"))
-        elif fault == "fewer rows":
-            states = states[:-1]
-        elif fault == "other layers":
-            layers = [1, 3, 4, 8]
-        if fault == "failed write":
-            path.with_name(path.name + ".error").write_text("OSError: No space left on device")
-        elif fault != "no file":
-            write_shard(path, states, token_ids, layers)
-        if fault == "cut short":
-            path.write_bytes(path.read_bytes()[:-100])
-        if fault == "never finished":
-            self._locks.append(lock)
-        else:
-            lock.close()
-
-    def close(self) -> None:
-        for lock in self._locks:
-            lock.close()
+def asked(engine: Engine) -> dict[str, int]:
+    """Captures of each question; the parity gate's are not counted."""
+    by_tokens = {tuple(tokens_of(question)): question for question in SPLITS}
+    counts = {by_tokens.get(ids, "another"): count for ids, count in engine.server.captures.items()}
+    return {question: count for question, count in counts.items() if count}
 
 
 @pytest.fixture
@@ -315,18 +268,6 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     with FaultServer() as server, contextlib.closing(Engine(server)) as running:
         monkeypatch.setattr(vllm, "serve", running.serve)
         yield running
-
-
-def write_verifier(folder: Path) -> Path:
-    """A stand-in with the three tensors that are read, and nothing else."""
-    write_config(folder, hidden_size=HIDDEN_SIZE)
-    heads = {
-        "language_model.model.embed_tokens.weight": torch.ones(512, HIDDEN_SIZE),
-        "language_model.lm_head.weight": torch.ones(512, HIDDEN_SIZE),
-        "language_model.model.norm.weight": torch.ones(HIDDEN_SIZE),
-    }
-    save_file(heads, folder / "model.safetensors")
-    return folder
 
 
 def write_traces(stage: Stage, finish_reasons: dict[str, str], outputs: dict[str, list[int]] | None = None) -> Result:
@@ -392,14 +333,14 @@ def assert_speculators_reads(run: Run, questions: list[str]) -> None:
         assert row["input_ids"].tolist() == ids
         assert torch.equal(row["hidden_states"], states[:, :3].flatten(1))
         assert torch.equal(row["verifier_last_hidden_states"], states[:, 3])
-        assert row["loss_mask"].tolist() == [0] * len(prompt_of(question)) + [1] * len(output_of(question))
+        assert row["loss_mask"].tolist() == [0] * len(prompt_of(question)) + [1] * (len(output_of(question)) - 1)
 
 
 def test_speculators_own_dataset_reads_back_what_was_captured(tmp_path: Path, engine: Engine) -> None:
     run = new_run(tmp_path)
     result = capture(run)
     assert_speculators_reads(run, [*TRAIN, *VAL])
-    assert engine.asked() == dict.fromkeys([*TRAIN, *VAL], 1)
+    assert asked(engine) == dict.fromkeys([*TRAIN, *VAL], 1)
     assert (result.summary["train"], result.summary["val"], result.summary["set_aside"]) == (5, 2, 0)
     assert result.summary["tokens"] == sum(len(tokens_of(question)) for question in [*TRAIN, *VAL])
 
@@ -450,7 +391,7 @@ def test_speculators_loaders_split_at_the_boundary_and_pack_the_captured_values(
                 states = states_of(list(ids))
                 assert torch.equal(batch["hidden_states"][0, here], states[:, :3].flatten(1))
                 assert torch.equal(batch["verifier_last_hidden_states"][0, here], states[:, 3])
-                assert batch["loss_mask"][0, here].sum() == len(output_of(question))
+                assert batch["loss_mask"][0, here].sum() == len(output_of(question)) - 1
         assert unseen == {}
 
 
@@ -480,19 +421,19 @@ def test_the_index_vouches_for_each_shard_by_digest_and_size(tmp_path: Path, eng
 
 
 @pytest.mark.parametrize(
-    "fault", ["fewer rows", "NaN", "cut short", "failed write", "no file", "never finished", "not JSON"]
+    "name", ["fewer rows", "NaN", "cut short", "failed write", "no file", "never finished", "not JSON"]
 )
-def test_a_fault_that_passes_costs_one_more_request(tmp_path: Path, engine: Engine, fault: str) -> None:
-    engine.faults[TRAIN[1]] = (fault, 1)
-    run = new_run(tmp_path, extraction={"request_timeout_s": 0.5} if fault == "never finished" else None)
+def test_a_fault_that_passes_costs_one_more_request(tmp_path: Path, engine: Engine, name: str) -> None:
+    fault(engine, TRAIN[1], name, 1)
+    run = new_run(tmp_path, extraction={"request_timeout_s": 0.5} if name == "never finished" else None)
     result = capture(run)
     assert result.summary["set_aside"] == 0
-    assert engine.asked()[TRAIN[1]] == 2
+    assert asked(engine)[TRAIN[1]] == 2
     assert_speculators_reads(run, [*TRAIN, *VAL])
 
 
 def test_a_sample_that_stays_unsound_is_set_aside_and_leaves_no_gap(tmp_path: Path, engine: Engine) -> None:
-    engine.faults[TRAIN[1]] = ("NaN", float("inf"))
+    fault(engine, TRAIN[1], "NaN")
     run = new_run(tmp_path, extraction={"max_set_aside": 0.2})
     result = capture(run)
     (row,) = rows_of(run.folder("02_hidden") / ERRORS)
@@ -503,21 +444,22 @@ def test_a_sample_that_stays_unsound_is_set_aside_and_leaves_no_gap(tmp_path: Pa
 
 
 def test_more_unsound_samples_than_allowed_are_refused_and_the_rest_is_kept(tmp_path: Path, engine: Engine) -> None:
-    engine.faults |= {TRAIN[1]: ("NaN", 2), VAL[0]: ("fewer rows", 2)}
+    fault(engine, TRAIN[1], "NaN", 2)
+    fault(engine, VAL[0], "fewer rows", 2)
     run = new_run(tmp_path, extraction={"max_set_aside": 0.2})
     with pytest.raises(PipelineError, match="2 of 7") as refused:
         capture(run)
     assert "layer 5" in str(refused.value)
     assert not dataset_of(run).exists()
-    before = dict(engine.asked())
+    before = dict(asked(engine))
     capture(run)
-    again = {question: count - before.get(question, 0) for question, count in engine.asked().items()}
+    again = {question: count - before.get(question, 0) for question, count in asked(engine).items()}
     assert {question for question, count in again.items() if count} == {TRAIN[1], VAL[0]}
     assert_speculators_reads(run, [*TRAIN, *VAL])
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("name", "said"),
     [
         ("outside", "outside its staging folder"),
         ("other layers", "asked were"),
@@ -525,18 +467,19 @@ def test_more_unsound_samples_than_allowed_are_refused_and_the_rest_is_kept(tmp_
     ],
 )
 def test_a_server_that_captures_something_else_stops_the_stage_at_once(
-    tmp_path: Path, engine: Engine, fault: str, said: str
+    tmp_path: Path, engine: Engine, name: str, said: str
 ) -> None:
-    engine.faults = {question: (fault, float("inf")) for question in SPLITS}
+    for question in SPLITS:
+        fault(engine, question, name)
     run = new_run(tmp_path, extraction={"concurrency": 1})
     with pytest.raises(PipelineError, match=said):
         capture(run)
-    assert sum(engine.asked().values()) == 1
+    assert sum(asked(engine).values()) == 1
     assert list((run.folder("02_hidden") / SHARDS).iterdir()) == []
 
 
 def test_a_stopped_stage_captures_only_what_is_missing(tmp_path: Path, engine: Engine) -> None:
-    engine.faults[TRAIN[4]] = ("other layers", 1)
+    fault(engine, TRAIN[4], "other layers", 1)
     run = new_run(tmp_path, extraction={"concurrency": 1})
     with pytest.raises(PipelineError):
         capture(run)
@@ -545,7 +488,7 @@ def test_a_stopped_stage_captures_only_what_is_missing(tmp_path: Path, engine: E
     with (run.folder("02_hidden") / INDEX).open("ab") as index:
         index.write(b'{"id": "0123456789ab')  # torn by a kill
     capture(run)
-    assert engine.asked() == dict.fromkeys([*TRAIN, *VAL], 1) | {TRAIN[4]: 2}
+    assert asked(engine) == dict.fromkeys([*TRAIN, *VAL], 1) | {TRAIN[4]: 2}
     assert_speculators_reads(run, [*TRAIN, *VAL])
     assert all(shard(run, question).read_bytes() == content for question, content in kept.items())
 
@@ -566,7 +509,7 @@ def test_a_shard_that_is_no_longer_whole_is_made_again_and_no_other(
     capture(run)
     spoil(shard(run, TRAIN[2]))
     result = capture(run)
-    assert engine.asked() == dict.fromkeys([*TRAIN, *VAL], 1) | {TRAIN[2]: 2}
+    assert asked(engine) == dict.fromkeys([*TRAIN, *VAL], 1) | {TRAIN[2]: 2}
     assert result.summary["extracted_tokens"] == len(tokens_of(TRAIN[2]))
     assert_speculators_reads(run, [*TRAIN, *VAL])
 
@@ -577,9 +520,9 @@ def test_a_shard_that_no_index_row_vouches_for_is_made_again(tmp_path: Path, eng
     capture(run)
     index = run.folder("02_hidden") / INDEX
     index.write_text("".join(line for line in index.open() if prompt_id(TRAIN[0]) not in line))
-    write_shard(shard(run, TRAIN[0]), torch.zeros(3, 4, HIDDEN_SIZE), [1, 2, 3], LAYERS)
+    write_shard(shard(run, TRAIN[0]), torch.zeros(3, 4, HIDDEN_SIZE), [1, 2, 3], header_of(LAYERS))
     capture(run)
-    assert engine.asked()[TRAIN[0]] == 2
+    assert asked(engine)[TRAIN[0]] == 2
     assert_speculators_reads(run, [*TRAIN, *VAL])
 
 
@@ -590,8 +533,8 @@ def test_a_trace_that_changed_is_captured_again_and_no_other(tmp_path: Path, eng
     # Of the same length, so that neither counts nor sizes tell.
     traces.finish(write_traces(traces, {}, outputs={TRAIN[3]: output_of(TRAIN[3])[::-1]}))
     capture(run)
-    assert engine.asked() == dict.fromkeys([*TRAIN, *VAL], 1) | {"another": 1}
-    changed = prompt_of(TRAIN[3]) + output_of(TRAIN[3])[::-1]
+    assert asked(engine) == dict.fromkeys([*TRAIN, *VAL], 1) | {"another": 1}
+    changed = prompt_of(TRAIN[3]) + output_of(TRAIN[3])[:0:-1]
     tensors = load_file(shard(run, TRAIN[3]))
     assert tensors["token_ids"].tolist() == changed
     assert torch.equal(tensors["hidden_states"], states_of(changed))
@@ -652,7 +595,7 @@ def test_a_disk_too_small_is_refused_before_a_server_starts_and_what_is_there_st
     capture(run)
     shard(run, TRAIN[0]).unlink()
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: Disk(2**40, 2**40 - 2**29, 2**29))
-    with pytest.raises(PipelineError, match=r"0\.5 GiB free") as refused:
+    with pytest.raises(PipelineError, match=r"0\.50 GiB free") as refused:
         capture(run)
     assert "--max-samples" in str(refused.value)
     assert engine.starts == 1
