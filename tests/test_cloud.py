@@ -37,7 +37,9 @@ import json, sys
 from pathlib import Path
 import sky
 from sky.catalog import common
+from sky.client.cli.command import cli
 
+print(json.dumps({name: [flag for p in command.params for flag in p.opts] for name, command in cli.commands.items()}))
 catalogue = Path(common.get_catalog_path("common/accelerators.csv"))
 catalogue.parent.mkdir(parents=True)
 catalogue.write_text(sys.argv[1])
@@ -86,7 +88,8 @@ def sky_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def read_by_sky(sky_python: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What SkyPilot makes of the task, as `task`, and of the task with each line in `WRONG` spoilt."""
+    """SkyPilot's commands with their flags, as `commands`; what it makes of the task, as `task`, and of the task with
+    each line in `WRONG` spoilt."""
     home = tmp_path_factory.mktemp("home")
     text = TASK.read_text(encoding="utf-8")
     paths = {"task": TASK}
@@ -103,7 +106,7 @@ def read_by_sky(sky_python: Path, tmp_path_factory: pytest.TempPathFactory) -> d
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return dict(zip(paths, found, strict=True))
+    return dict(zip(["commands", *paths], found, strict=True))
 
 
 def values() -> dict[str, Any]:
@@ -130,6 +133,14 @@ def test_skypilot_reads_the_task_as_it_is_meant(read_by_sky: dict[str, dict[str,
 @pytest.mark.parametrize("right", WRONG)
 def test_skypilot_would_have_refused_a_slip(read_by_sky: dict[str, dict[str, Any]], right: str) -> None:
     assert WRONG[right].rstrip(":").split(": ")[-1] in read_by_sky[right]["refused"]
+
+
+def test_the_commands_in_its_head_are_skypilots(read_by_sky: dict[str, dict[str, Any]]) -> None:
+    lines = re.findall(r"^# +sky (.+?)(?:\s{2,}.*)?$", TASK.read_text(encoding="utf-8"), re.MULTILINE)
+    assert {line.split()[0] for line in lines} == {"launch", "exec", "logs", "start", "down"}
+    for line in lines:
+        command, *words = line.split()
+        assert {word for word in words if word.startswith("-")} <= set(read_by_sky["commands"][command]), line
 
 
 def test_no_secret_stands_in_the_task() -> None:
