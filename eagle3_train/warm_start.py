@@ -76,7 +76,7 @@ def load_into(model: Eagle3DraftModel, init_from: str, verifier_layers: int) -> 
     """Put a published draft's weights into a fresh draft, and say what was taken over.
 
     Args:
-        model: as `training.build_draft` makes it; unchanged when this refuses.
+        model: as `draft.build_draft` makes it, on the CPU; unchanged when this refuses.
         init_from: a local directory or a hub id, in speculators' or flat format.
         verifier_layers: the verifier's number of layers, for drafts whose config names no auxiliary layers.
 

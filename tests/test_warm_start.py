@@ -1,8 +1,9 @@
 """Contract of the warm start: a published draft, in whatever form, goes on as the same draft; any other is refused.
 
-The source is a draft that stage 05 exported. It is rewritten in every form in which drafts are published, loaded into
-a fresh draft, and both compute logits: on the tokens of both vocabularies they are the same. What a refusal names is
-what the user has to change, and a refused draft leaves the fresh one as it was.
+The source is speculators' own model with random weights, in the flat form that stage 05 publishes. It is rewritten in
+every form in which drafts are published, loaded into a fresh draft, and both compute logits: on the tokens of both
+vocabularies they are the same. What a refusal names is what the user has to change, and a refused draft leaves the
+fresh one as it was.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from eagle3_train import training, verifier, warm_start
+from eagle3_train import verifier, warm_start
 from eagle3_train.config import Config, Draft, Training, Verifier
+from eagle3_train.draft import build_draft
 from eagle3_train.errors import PipelineError
-from tests.test_export import checkpoint_of, new_run, publish
+from eagle3_train.export import EMBEDDINGS, TRAINING_ONLY, check_tensors, flat_config
+from eagle3_train.vocabulary import VocabMap
 
 LAYERS = [2, 4, 5]  # of the tiny verifier's 8, in vLLM's numbering
 VERIFIER_LAYERS = 8
@@ -45,26 +47,6 @@ class Checkpoint:
         return folder
 
 
-@pytest.fixture(scope="module")
-def source_run(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A run whose draft has no weight at its initial value, exported by stage 05."""
-    run = new_run(tmp_path_factory.mktemp("source"), draft_size=SIZE)
-    publish(run)
-    return run
-
-
-@pytest.fixture
-def flat(source_run: Any) -> Checkpoint:
-    folder = source_run.folder("05_export")
-    return Checkpoint(json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors"))
-
-
-@pytest.fixture(scope="module")
-def source_ids(source_run: Any) -> torch.Tensor:
-    """The verifier's ids of the source's tokens."""
-    return torch.arange(SIZE) + torch.from_numpy(np.load(source_run.folder("03_vocab") / "d2t.npy"))
-
-
 def config_of(**draft: Any) -> Config:
     return Config(
         verifier=Verifier(path="tiny", dtype="float32"),
@@ -73,34 +55,48 @@ def config_of(**draft: Any) -> Config:
     )
 
 
-def fresh(folder: Path, ids: torch.Tensor | None, config: Config | None = None) -> Any:
-    """A fresh draft that proposes the tokens `ids` (rising), or all; its initial weights are not the source's."""
-    folder.mkdir()
-    size = WHOLE if ids is None else len(ids)
-    (folder / "coverage.json").write_text(json.dumps({"draft_size": size}))
+def fresh(ids: torch.Tensor | None, config: Config | None = None) -> Any:
+    """A fresh draft that proposes the tokens `ids` (rising), or all."""
+    vocab = VocabMap(WHOLE, None, None)
     if ids is not None:
-        np.save(folder / "d2t.npy", (ids - torch.arange(size)).numpy())
-        np.save(folder / "t2d.npy", torch.isin(torch.arange(WHOLE), ids).numpy())
-    torch.manual_seed(7)
-    return training.build_draft(config or config_of(), folder)
+        vocab = VocabMap(len(ids), ids - torch.arange(len(ids)), torch.isin(torch.arange(WHOLE), ids))
+    return build_draft(config or config_of(), vocab)
 
 
 @pytest.fixture
-def model(tmp_path: Path, source_ids: torch.Tensor) -> Any:
+def source_ids() -> torch.Tensor:
+    """The verifier's ids of the source's tokens; some are neighbours."""
+    return torch.randperm(WHOLE, generator=torch.Generator().manual_seed(0))[:SIZE].sort().values
+
+
+@pytest.fixture
+def model(source_ids: torch.Tensor) -> Any:
     """A fresh draft of the source's vocabulary and shape."""
-    return fresh(tmp_path / "vocab", source_ids)
+    return fresh(source_ids)
 
 
 @pytest.fixture
-def source(source_run: Any, tmp_path: Path, source_ids: torch.Tensor) -> Any:
-    """The trained draft, in speculators' own hands, rounded to bf16 as it was published."""
-    model = fresh(tmp_path / "source_vocab", source_ids)
-    state = load_file(checkpoint_of(source_run) / "model.safetensors")
-    rounded = {n: t.bfloat16().float() if t.is_floating_point() else t for n, t in state.items()}
-    missing, unexpected = model.load_state_dict(rounded, strict=False)
-    assert set(missing) <= {"verifier_lm_head.weight", "verifier_norm.weight"}
-    assert not unexpected
+@torch.no_grad()
+def source(source_ids: torch.Tensor) -> Any:
+    """A draft with no weight at its initial value, rounded to bf16 as it is published."""
+    generator = torch.Generator().manual_seed(1)
+    model = fresh(source_ids)
+    for parameter in warm_start.trainable(model).values():
+        parameter.copy_((parameter + 0.05 * torch.randn(parameter.shape, generator=generator)).bfloat16())
     return model
+
+
+@pytest.fixture
+def flat(source: Any) -> Checkpoint:
+    """The source as stage 05 publishes it."""
+    tensors = {
+        name: tensor.bfloat16() if tensor.is_floating_point() else tensor.clone()
+        for name, tensor in source.state_dict().items()
+        if name not in (*TRAINING_ONLY, EMBEDDINGS)
+    }
+    config = flat_config(source.config.to_dict(), LAYERS)
+    check_tensors(tensors, config)
+    return Checkpoint(config, tensors)
 
 
 @torch.no_grad()
@@ -287,7 +283,7 @@ def test_another_vocabulary_gives_the_same_logits_for_the_tokens_of_both(
     flat: Checkpoint, source: Any, source_ids: torch.Tensor, tmp_path: Path
 ) -> None:
     ours = other_vocabulary(source_ids)
-    model = fresh(tmp_path / "vocab", ours)
+    model = fresh(ours)
     summary = load(model, flat.write(tmp_path / "draft"))
     assert (summary["shared_tokens"], summary["new_tokens"], summary["head"]) == (32, 32, "verifier")
     in_ours, in_theirs = torch.isin(ours, source_ids), torch.isin(source_ids, ours)
@@ -301,7 +297,7 @@ def test_a_head_of_its_own_is_taken_over_for_the_tokens_of_both_and_counted(
     own_head = torch.randn(SIZE, 128, generator=torch.Generator().manual_seed(5)).bfloat16()
     flat.tensors["lm_head.weight"] = own_head
     source.lm_head.weight.data = own_head.float()
-    model = fresh(tmp_path / "vocab", ours)
+    model = fresh(ours)
     verifiers = model.lm_head.weight.clone()
     summary = load(model, flat.write(tmp_path / "draft"))
     assert (summary["shared_tokens"], summary["new_tokens"], summary["head"]) == (32, 32, "draft")
@@ -317,7 +313,7 @@ def test_a_head_of_its_own_is_taken_over_for_the_tokens_of_both_and_counted(
 def test_a_draft_of_the_whole_vocabulary_starts_one_of_a_part_and_the_other_way_round(
     flat: Checkpoint, source: Any, model: Any, source_ids: torch.Tensor, tmp_path: Path
 ) -> None:
-    whole = fresh(tmp_path / "whole", None)
+    whole = fresh(None)
     assert load(whole, flat.write(tmp_path / "part"))["new_tokens"] == WHOLE - SIZE
     torch.testing.assert_close(logits(whole)[..., source_ids], logits(source), rtol=0, atol=1e-4)
     # As TorchSpec publishes: no d2t, no draft_vocab_size.
@@ -344,11 +340,11 @@ def test_t2d_decides_how_d2t_is_read_where_both_readings_would_do(
     """Ids so low that, read as offsets, they are still different tokens of the vocabulary."""
     ids = torch.arange(SIZE) * 2 + 3
     flat.tensors |= {"d2t": ids, "t2d": torch.isin(torch.arange(WHOLE), ids)}
-    assert load(fresh(tmp_path / "ids", ids), flat.write(tmp_path / "with"))["shared_tokens"] == SIZE
+    assert load(fresh(ids), flat.write(tmp_path / "with"))["shared_tokens"] == SIZE
     assert "d2t holds target ids, not offsets" in capsys.readouterr().out
     # Without it the servers' reading stands.
     del flat.tensors["t2d"]
-    offsets = fresh(tmp_path / "offsets", ids + torch.arange(SIZE))
+    offsets = fresh(ids + torch.arange(SIZE))
     assert load(offsets, flat.write(tmp_path / "without"))["shared_tokens"] == SIZE
     assert "target ids" not in capsys.readouterr().out
 
@@ -357,7 +353,7 @@ def test_target_ids_that_reach_the_end_of_the_vocabulary_need_no_t2d(flat: Check
     """As every real map does: the special tokens are there, and read as offsets they would lie beyond."""
     ids = torch.linspace(2, WHOLE - 1, SIZE).long()
     flat.tensors["d2t"] = ids
-    assert load(fresh(tmp_path / "ids", ids), flat.write(tmp_path / "draft"))["shared_tokens"] == SIZE
+    assert load(fresh(ids), flat.write(tmp_path / "draft"))["shared_tokens"] == SIZE
 
 
 # ---- what is said, and not refused
@@ -369,7 +365,7 @@ def test_what_differs_without_harm_is_said(
     as_sglang(flat)
     flat.config["rms_norm_eps"] = 1e-5
     flat.tensors["embed_tokens.weight"][40:43] += 1
-    model = fresh(tmp_path / "vocab", source_ids, config_of(sliding_window=256))
+    model = fresh(source_ids, config_of(sliding_window=256))
     embedding = model.embed_tokens.weight.clone()
     load(model, flat.write(tmp_path / "draft"))
     said = capsys.readouterr().out
@@ -514,7 +510,7 @@ def test_a_vocabulary_without_a_common_token_is_refused(
 ) -> None:
     others = torch.arange(WHOLE)[~torch.isin(torch.arange(WHOLE), source_ids)][:SIZE]
     with pytest.raises(PipelineError, match="share no token"):
-        load(fresh(tmp_path / "vocab", others), flat.write(tmp_path / "draft"))
+        load(fresh(others), flat.write(tmp_path / "draft"))
 
 
 def test_what_is_no_draft_at_all_is_refused_naming_the_place(model: Any, flat: Checkpoint, tmp_path: Path) -> None:
