@@ -38,8 +38,8 @@ chain() {
     case $1 in
         mla) stages mla 06 ;;
         attention) stages attention 06 --verifier.path tiny --server.env VLLM_MLA_DISABLE=1 \
-            --server.env VLLM_USE_FLASHINFER_SAMPLER=0 --evaluation.server_args --enforce-eager \
-            --generation.server_args --enforce-eager --extraction.server_args --enforce-eager ;;
+            --server.env VLLM_USE_FLASHINFER_SAMPLER=0 --evaluation.server_args=--enforce-eager \
+            --generation.server_args=--enforce-eager --extraction.server_args=--enforce-eager ;;
         one-pass) stages one-pass 02 --generation.capture one_pass ;;
         fp8) stages fp8 02 --extraction.storage_dtype float8_e4m3 ;;
         *) echo "run_chain.sh: no chain $1" >&2; return 2 ;;
