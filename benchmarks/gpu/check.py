@@ -98,13 +98,8 @@ def states(run: Path, traces: dict[str, dict[str, Any]], reference: Reference) -
         group = groups["doubled token" if doubled else "no doubled token"]
         group["samples"] += 1
         group["rows"] += len(token_ids)
-        flat, expected = ours.flatten(1), theirs.flatten(1)
-        own = _by_row(flat, expected)
-        group["rows_off"] += int((own > ROW_OFF).sum())
-        # Rows that a neighbour's reference explains better than their own.
-        of_next = (_by_row(flat[:-1], expected[1:]) < own[:-1]).sum()
-        of_previous = (_by_row(flat[1:], expected[:-1]) < own[1:]).sum()
-        group["shifted"] += bool(max(of_next, of_previous) >= 2)
+        group["rows_off"] += int((_by_row(ours, theirs) > ROW_OFF).sum())
+        group["shifted"] += is_shifted(ours, theirs)
     return {
         "stored_as": stored_as,
         "by_layer": {
@@ -126,9 +121,17 @@ def shards(run: Path) -> Iterator[tuple[str, list[int], torch.Tensor, str]]:
             yield path.stem, shard.get_tensor("token_ids").tolist(), kept, name
 
 
+def is_shifted(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether rows of states [T, L, D] are better explained by a neighbour's reference than by their own."""
+    own = _by_row(ours, theirs)
+    of_next = (_by_row(ours[:-1], theirs[1:]) < own[:-1]).sum()
+    of_previous = (_by_row(ours[1:], theirs[:-1]) < own[1:]).sum()
+    return bool(max(of_next, of_previous) >= 2)
+
+
 def _by_row(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
     """[T]: norm of each row's difference over the norm of the reference's row."""
-    return (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
+    return (ours - theirs).flatten(1).norm(dim=-1) / theirs.flatten(1).norm(dim=-1)
 
 
 def tokens(traces: list[dict[str, Any]], reference: Reference) -> dict[str, Any]:

@@ -52,6 +52,8 @@ def _chain(runs: Path, name: str) -> dict[str, Any]:
             {key: value for key, value in row.items() if key not in ("hardware", "versions")} for row in timings
         ],
         "check": _json(run / "check.json"),
+        "ended": (run / "chain_done").exists(),
+        "connectors": _json(run / "connectors.json"),
         "evaluation": _json(run / "06_eval" / "results.json"),
         "engine": _engine(run),
     }
@@ -74,11 +76,16 @@ def _engine(run: Path) -> list[str]:
 
 
 def _faults(chain: dict[str, Any], log: Path) -> Iterable[str]:
-    if chain["check"] is None:
+    if not chain["ended"]:
         words = (
             log.read_text(encoding="utf-8", errors="replace").replace("\r", "\n").splitlines() if log.exists() else []
         )
-        yield "did not come to its end:\n  " + "\n  ".join(line[:240] for line in words[-15:] if line.strip())
+        spoken = [f"  {line[:240]}" for line in words[-15:] if line.strip()]
+        yield "\n".join(["did not come to its end:", *spoken])
+    if connectors := chain["connectors"]:
+        if connectors["same_bits"]["equal"] < connectors["same_bits"]["samples"]:
+            yield f"our connector's files are not those of vLLM's own: {connectors['same_bits']}"
+    if chain["check"] is None:
         return
     states, greedy, sampled = (chain["check"][key] for key in ("states", "greedy", "sampled"))
     for layer, error in states["by_layer"].items():
@@ -97,6 +104,12 @@ def _faults(chain: dict[str, Any], log: Path) -> Iterable[str]:
 def _lines(name: str, chain: dict[str, Any]) -> Iterable[str]:
     yield f"\n{name}"
     yield "  " + ", ".join(f"{row['stage']} {row['seconds']:.0f} s" for row in chain["stages"])
+    if connectors := chain["connectors"]:
+        same = connectors["same_bits"]
+        yield f"  the same bits as vLLM's own connector: {same['equal']} of {same['samples']} samples"
+        for scheduling, groups in connectors["one_pass"].items():
+            counted = ", ".join(f"{of['shifted']} of {of['samples']} with {group}" for group, of in groups.items())
+            yield f"  one pass at temperature 2, {scheduling}: shifted {counted}"
     if check := chain["check"]:
         states = check["states"]
         shown = ", ".join(f"{k}: {v['mean']:.2%} (worst {v['largest']:.2%})" for k, v in states["by_layer"].items())

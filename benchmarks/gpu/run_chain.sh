@@ -8,6 +8,7 @@
 #   attention  every stage; the verifier's attention without MLA, nothing compiled
 #   one-pass   01 to 02; states saved while the verifier answers
 #   fp8        01 to 02; states stored as float8_e4m3
+#   connectors 01 and 01b, then our connector against vLLM's own, and asynchronous scheduling in one pass
 # PYTHON= names the interpreter (left out: .gpu/venv of unpack.sh), LIMIT= the patience with all of it [s].
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -15,33 +16,40 @@ out=$(mkdir -p "${1:?usage: run_chain.sh OUT [CHAIN ...]}" && cd "$1" && pwd)
 shift
 python=$(realpath -s "${PYTHON:-.gpu/venv/bin/python}")
 chains=("${@:-}")
-[ -n "${chains[0]}" ] || chains=(mla attention one-pass fp8)
+[ -n "${chains[0]}" ] || chains=(mla attention one-pass fp8 connectors)
 limit=${LIMIT:-480}
-runs=${RUNS:-runs/gpu}
+runs=${RUNS:-runs/gpu} # a new folder, or one to go on with
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 PYTHONUNBUFFERED=1
 
-# stages CHAIN LAST ARGUMENTS...: the numbered scripts up to LAST, then the check.
+# stages CHAIN LAST CHECK ARGUMENTS...: the numbered scripts up to LAST; CHECK is a module, called when it has its input.
 stages() {
-    local chain=$1 last=$2 run=$runs/$1 script number
-    shift 2
+    local chain=$1 last=$2 check=$3 run=$runs/$1 script number
+    shift 3
+    # vLLM's compile cache is not made for several servers that start at once.
+    export VLLM_CACHE_ROOT
+    VLLM_CACHE_ROOT=$(realpath -m "$run.cache")
     for script in 0[1-6]*.py; do
         number=${script%%_*}
         echo "== $chain $script"
         "$python" "$script" --run "$run" --preset benchmarks/gpu/tiny-gpu.yaml "$@" || return
+        [ "$check $number" = "check 02" ] || [ "$check $number" = "connectors 01b" ] && {
+            echo "== $chain $check"
+            "$python" -m "benchmarks.gpu.$check" "$run" || return
+        }
         [ "$number" = "$last" ] && break
     done
-    echo "== $chain check"
-    "$python" -m benchmarks.gpu.check "$run"
+    touch "$run/chain_done"
 }
 
 chain() {
     case $1 in
-        mla) stages mla 06 ;;
-        attention) stages attention 06 --verifier.path tiny --server.env VLLM_MLA_DISABLE=1 \
+        mla) stages mla 06 check ;;
+        attention) stages attention 06 check --verifier.path tiny --server.env VLLM_MLA_DISABLE=1 \
             --server.env VLLM_USE_FLASHINFER_SAMPLER=0 --evaluation.server_args=--enforce-eager \
             --generation.server_args=--enforce-eager --extraction.server_args=--enforce-eager ;;
-        one-pass) stages one-pass 02 --generation.capture one_pass ;;
-        fp8) stages fp8 02 --extraction.storage_dtype float8_e4m3 ;;
+        one-pass) stages one-pass 02 check --generation.capture one_pass ;;
+        fp8) stages fp8 02 check --extraction.storage_dtype float8_e4m3 ;;
+        connectors) stages connectors 01b connectors ;;
         *) echo "run_chain.sh: no chain $1" >&2; return 2 ;;
     esac
 }
@@ -57,7 +65,7 @@ for name in "${chains[@]}"; do
     timeout -k 20 "$limit" bash -c "chain $name" >"$runs/$name.log" 2>&1 &
 done
 wait
-tar -czf "$out/logs.tar.gz" -C "$runs" --exclude=shards --exclude=states --exclude='*.safetensors' --exclude='*.pt' .
+tar -czf "$out/logs.tar.gz" -C "$runs" --exclude='*.cache' --exclude='*.safetensors' --exclude='*.pt' .
 "$python" -m benchmarks.gpu.results "$runs" "$out/results.json" "${chains[@]}"
 code=$?
 echo "$((SECONDS - started)) s"
