@@ -82,9 +82,9 @@ def _faults(chain: dict[str, Any], log: Path) -> Iterable[str]:
         )
         spoken = [f"  {line[:240]}" for line in words[-15:] if line.strip()]
         yield "\n".join(["did not come to its end:", *spoken])
-    if connectors := chain["connectors"]:
-        if connectors["same_bits"]["equal"] < connectors["same_bits"]["samples"]:
-            yield f"our connector's files are not those of vLLM's own: {connectors['same_bits']}"
+    connectors = chain["connectors"]
+    if connectors and connectors["same_bits"]["equal"] < connectors["same_bits"]["samples"]:
+        yield f"our connector's files are not those of vLLM's own: {connectors['same_bits']}"
     if chain["check"] is None:
         return
     states, greedy, sampled = (chain["check"][key] for key in ("states", "greedy", "sampled"))
