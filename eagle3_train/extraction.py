@@ -57,7 +57,7 @@ __all__ = ["DATASET", "INDEX", "LINKS", "SHARDS", "Sample", "extract", "publish"
 SHARDS, DATASET, INDEX = "shards", "dataset", "index.jsonl"
 LINKS = "hidden_states"  # the folder speculators' ArrowDataset looks in by default
 _ATTEMPTS = 2
-_ROWS_AT_ONCE = 1000
+_ROWS_AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +308,7 @@ def publish(folder: Path, samples: Iterable[Sample]) -> None:
 
     Args:
         folder: of the stage.
-        samples: every training sample, then every validation sample; read once, a thousand at a time.
+        samples: every training sample, then every validation sample; read once, a few at a time.
     """
     import datasets
     from datasets.arrow_writer import ArrowWriter

@@ -473,10 +473,12 @@ def states_of(token_ids: list[int]) -> torch.Tensor:
     embedding, head, norm = heads().values()
     ids = torch.tensor(token_ids)
     said = head[torch.tensor([*token_ids[1:], END_OF_TURN])] / norm
-    generator = torch.Generator().manual_seed(sum(place * token for place, token in enumerate(token_ids, 1)))
     layers = [(1 - share) * embedding[ids] + share * said for share in _PROGRESS]
     states = torch.stack(layers, 1)
-    return (states + 0.02 * torch.randn(states.shape, generator=generator)).to(torch.bfloat16)
+    # Of each token and all before it.
+    noise = torch.randn(4096, *states.shape[1:], generator=torch.Generator().manual_seed(2))
+    context = (ids * torch.arange(1, len(ids) + 1)).cumsum(0) % len(noise)
+    return (states + 0.02 * noise[context]).to(torch.bfloat16)
 
 
 def log_probs_of(token_ids: list[int]) -> list[float]:
@@ -502,9 +504,13 @@ def write_verifier(folder: Path) -> Path:
 def write_shard(path: Path, states: torch.Tensor, token_ids: list[int], header: dict[str, str]) -> None:
     """A file as the connector writes it: complete or not at all."""
     import torch
+    from hs_connectors.fp8_utils import SCALES_KEY, quantize_tensor_to_fp8
     from safetensors.torch import save_file
 
     tensors = {"hidden_states": states.contiguous(), "token_ids": torch.tensor(token_ids)}
+    if header.get("dtype") == "float8_e4m3":
+        quantized, scales = quantize_tensor_to_fp8(states)
+        tensors |= {"hidden_states": quantized, SCALES_KEY: scales}
     beside = path.with_name(f".{path.name}")
     save_file(tensors, beside, metadata=header)
     os.replace(beside, path)
@@ -515,6 +521,7 @@ class Engine:
 
     Attributes:
         faults: token ids -> (what is written in place of a sound file, how many times).
+        chat_faults: the same for answers that are generated, every time.
         on_canaries: applied to the states of the parity gate's requests.
         starts: servers started so far.
     """
@@ -522,6 +529,7 @@ class Engine:
     def __init__(self, server: FaultServer):
         self.server = server
         self.faults: dict[tuple[int, ...], tuple[str, float]] = {}
+        self.chat_faults: dict[tuple[int, ...], str] = {}
         self.on_canaries: Callable[[torch.Tensor, dict[str, Any]], torch.Tensor] = lambda states, _request: states
         self.starts = 0
         self.extra_args: list[str] = []
@@ -537,25 +545,31 @@ class Engine:
     ) -> Iterator[vllm.Server]:
         transfer = json.loads(extra_args[extra_args.index("--kv-transfer-config") + 1])
         settings = transfer["kv_connector_extra_config"]
-        self._staging = Path(settings["shared_storage_path"])
+        self.write_to(Path(settings["shared_storage_path"]), settings["storage_dtype"], settings["verifier"])
         speculative = json.loads(extra_args[extra_args.index("--speculative-config") + 1])
         asked = speculative["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]
         assert asked == LAYERS
         assert "--no-enable-prefix-caching" in extra_args
-        self._header = {
-            "layer_ids": json.dumps(asked),
-            "dtype": settings["storage_dtype"],
-            "verifier": settings["verifier"],
-            "vllm": SERVER_VERSION,
-        }
         self.extra_args = extra_args
         self.starts += 1
         yield vllm.Server(self.server.url, self.server.models[0])
+
+    def write_to(self, staging: Path, storage_dtype: str, verifier: str) -> None:
+        """What the connector is told when its server starts."""
+        self._staging = staging
+        self._header = {
+            "layer_ids": json.dumps(LAYERS),
+            "dtype": storage_dtype,
+            "verifier": verifier,
+            "vllm": SERVER_VERSION,
+        }
 
     def _capture(self, token_ids: list[int], attempt: int, body: dict[str, Any]) -> dict[str, Any] | bytes | None:
         canary = is_canary(body)
         fault, times = ("none", 0) if canary else self.faults.get(tuple(token_ids), ("none", 0))
         fault = fault if attempt <= times else "none"
+        if "messages" in body:
+            fault = self.chat_faults.get(tuple(token_ids), "none")
         if fault == "not JSON":
             return b"<html>502 Bad Gateway</html>"
         if fault == "nothing named":

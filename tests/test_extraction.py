@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
+import multiprocessing
+import random
 import shutil
 import threading
 import time
@@ -27,13 +30,23 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle3_train import server as vllm
+from eagle3_train import verifier
 from eagle3_train.asking import SetAside
-from eagle3_train.capture import DiskFull, Expected, Sample, check_file, check_states, token_bytes, wait_for_writer
-from eagle3_train.config import Config, Extraction, Verifier
+from eagle3_train.capture import (
+    DiskFull,
+    Expected,
+    Sample,
+    check_file,
+    check_states,
+    fresh_staging,
+    token_bytes,
+    wait_for_writer,
+)
+from eagle3_train.config import Config, Extraction, Verifier, parse
 from eagle3_train.config import Server as ServerSettings
 from eagle3_train.errors import PipelineError
-from eagle3_train.extraction import DATASET, INDEX, LINKS, SHARDS, extract
-from eagle3_train.run import ERRORS, HIDDEN, PROMPTS, TRACES, Result, Run, Stage
+from eagle3_train.extraction import DATASET, INDEX, LINKS, SHARDS, Traces, extract, publish, read_samples
+from eagle3_train.run import ERRORS, HIDDEN, PROMPTS, TRACES, JsonlLog, Result, Run, Stage
 from tests.fault_server import (
     HIDDEN_SIZE,
     LAYERS,
@@ -117,6 +130,9 @@ def test_sound_states_are_accepted_in_both_storage_types(dtype: torch.dtype) -> 
         pytest.param(torch.zeros_like, r"zero in layer 2\b", id="everything zero"),
         pytest.param(lambda s: with_equal_layers(s, 2, 4), r"layers 2 and 4\b", id="two layers equal"),
         pytest.param(lambda s: with_equal_layers(s, 5, 8), r"layers 5 and 8\b", id="the last two layers equal"),
+        pytest.param(lambda s: s[:1].expand_as(s), r"every token .* in layer 2\b", id="one state for all tokens"),
+        pytest.param(lambda s: s * 1e-4, r"implausible size in layer 2: \d", id="far too small"),
+        pytest.param(lambda s: s * 1e5, r"implausible size in layer 2: \d", id="far too large"),
     ],
 )
 def test_unsound_states_are_refused_naming_what_is_wrong(
@@ -270,7 +286,12 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
         yield running
 
 
-def write_traces(stage: Stage, finish_reasons: dict[str, str], outputs: dict[str, list[int]] | None = None) -> Result:
+def write_traces(
+    stage: Stage,
+    finish_reasons: dict[str, str],
+    outputs: dict[str, list[int]] | None = None,
+    splits: dict[str, str] | None = None,
+) -> Result:
     """The work of stage 01b: a trace for each question, in an order of its own."""
     rows = [
         {
@@ -282,7 +303,7 @@ def write_traces(stage: Stage, finish_reasons: dict[str, str], outputs: dict[str
             "finish_reason": finish_reasons.get(question, "stop"),
             "flags": ["cut_off"] if finish_reasons.get(question) == "length" else [],
         }
-        for question in reversed(SPLITS)
+        for question in reversed(splits or SPLITS)
     ]
     (stage.folder / TRACES_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return Result([TRACES_FILE], {"traces": len(rows)})
@@ -296,6 +317,7 @@ def new_run(
     cut_off: str = "keep",
     finish_reasons: dict[str, str] | None = None,
     splits: dict[str, str] = SPLITS,
+    outputs: dict[str, list[int]] | None = None,
 ) -> Run:
     """A run whose stages 01 and 01b are done."""
     config = Config(
@@ -305,7 +327,7 @@ def new_run(
     )
     run = Run(folder / "run", config)
     finish_stage(run, PROMPTS, lambda stage: write_prompts(stage, splits))
-    finish_stage(run, TRACES, lambda stage: write_traces(stage, finish_reasons or {}))
+    finish_stage(run, TRACES, lambda stage: write_traces(stage, finish_reasons or {}, outputs, splits))
     return run
 
 
@@ -463,6 +485,7 @@ def test_more_unsound_samples_than_allowed_are_refused_and_the_rest_is_kept(tmp_
     [
         ("outside", "outside its staging folder"),
         ("other layers", "asked were"),
+        ("another verifier", "files are of verifier 0123"),
         ("nothing named", "connector did not load"),
     ],
 )
@@ -571,6 +594,124 @@ def test_a_split_without_any_trace_is_refused_before_a_server_starts(
     assert engine.starts == 0
 
 
+# ---- kept in float8
+
+
+def test_float8_shards_are_read_by_hs_connectors_own_transfer(tmp_path: Path, engine: Engine) -> None:
+    from hs_connectors import FP8Transfer
+    from speculators.train.data import ArrowDataset
+
+    run = new_run(tmp_path, extraction={"storage_dtype": "float8_e4m3"})
+    capture(run)
+    shards = dataset_of(run) / LINKS
+    rows = ArrowDataset(max_len=512, datapath=str(dataset_of(run)), on_missing="raise", transfer=FP8Transfer(shards))
+    for number, question in enumerate([*TRAIN, *VAL]):
+        row, states = rows[number], states_of(tokens_of(question)).float()
+        assert row["input_ids"].tolist() == tokens_of(question)
+        assert row["hidden_states"].dtype == torch.bfloat16
+        read = torch.cat([row["hidden_states"], row["verifier_last_hidden_states"]], 1).float()
+        # e4m3 keeps three bits after the leading one, and bfloat16 rounds scale and product: half a place of each.
+        largest = states.flatten(1).abs().amax(1, keepdim=True)
+        allowed = states.flatten(1).abs() * (2.0**-4 + 3 * 2.0**-9) + largest * 2.0**-10 / 448
+        assert ((read - states.flatten(1)).abs() <= allowed).all()
+    size = shard(run, TRAIN[0]).stat().st_size
+    assert size < len(tokens_of(TRAIN[0])) * token_bytes(run.config) + 1000
+
+
+def test_a_shard_of_another_type_than_asked_stops_the_stage(captured: Path, sample: Sample) -> None:
+    with pytest.raises(PipelineError, match="dtype bfloat16, asked was float8_e4m3"):
+        check_file(captured, sample.token_ids, expecting("float8_e4m3"))
+
+
+def test_a_header_that_does_not_say_what_the_file_holds_is_refused(captured: Path, sample: Sample) -> None:
+    write_shard(captured, states_of(sample.token_ids).float(), sample.token_ids, header_of(LAYERS))
+    with pytest.raises(SetAside, match="kept in float32"):
+        check_file(captured, sample.token_ids, expecting())
+
+
+# ---- killed
+
+
+def extract_in_this_process(run: Path, url: str, model: str) -> None:
+    """Stage 02 of a run by hand against a server that is there; started in processes that are made to be killed."""
+
+    @contextlib.contextmanager
+    def attached(*_args: Any, **_options: Any) -> Iterator[vllm.Server]:
+        yield vllm.Server(url, model)
+
+    vllm.serve = attached
+    _, config = parse(["--run", str(run)], "")
+    finish_stage(Run(run, config), HIDDEN, extract)
+
+
+def test_killed_at_twenty_moments_a_run_ends_with_the_same_shards(tmp_path: Path) -> None:
+    questions = [f"Number {number}?" for number in range(160)]
+    splits = {question: "val" if number % 8 == 0 else "train" for number, question in enumerate(questions)}
+    rng = random.Random(0)
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["torch", "datasets", "tests.test_extraction"])
+    with FaultServer() as server, contextlib.closing(Engine(server)) as engine:
+        run = new_run(tmp_path, splits=splits, extraction={"concurrency": 4})
+        run.keep_config()
+        folder = run.folder("02_hidden")
+        engine.write_to((folder / "staging").resolve(), "bfloat16", verifier.fingerprint(run.config.verifier) or "")
+        server.delay_s = 0.02
+        kept: set[str] = set()
+        for _ in range(20):
+            process = processes.Process(target=extract_in_this_process, args=(run.path, server.url, server.models[0]))
+            process.start()
+            # Some are killed during the gate or while what is there is looked at.
+            server.wait_until_answered(server.answered + rng.randint(1, 24), timeout_s=60)
+            time.sleep(rng.random() * 0.02)
+            process.kill()
+            process.join()
+            index = folder / INDEX
+            lines = index.read_bytes().splitlines(keepends=True) if index.exists() else []
+            whole = {json.loads(line)["id"] for line in lines if line.endswith(b"\n")}
+            assert kept <= whole, "a kill lost states that were there before"
+            kept = whole
+        assert 0 < len(kept) < len(questions)
+        server.delay_s = 0.0
+        extract_in_this_process(run.path, server.url, server.models[0])
+    for question in questions:
+        tensors = load_file(shard(run, question))
+        assert tensors["token_ids"].tolist() == tokens_of(question)
+        assert torch.equal(tensors["hidden_states"], states_of(tokens_of(question)))
+    rows = rows_of(folder / INDEX)
+    assert [row["id"] for row in rows] == [prompt_id(question) for question in questions]
+    assert all(
+        row["sha256"] == hashlib.sha256(shard(run, q).read_bytes()).hexdigest()
+        for row, q in zip(rows, questions, strict=True)
+    )
+    assert len(list((folder / SHARDS).iterdir())) == len(questions)
+    assert not (folder / "staging").exists()
+
+
+# ---- memory
+
+
+def test_token_ids_are_never_all_in_memory(tmp_path: Path, engine: Engine) -> None:
+    """Beyond what the number of samples costs: their ids, places and digests."""
+    import tracemalloc
+
+    peaks = {}
+    for count in (100, 400):
+        questions = [f"Question {number}?" for number in range(count)]
+        splits = {question: "val" if number % 8 == 0 else "train" for number, question in enumerate(questions)}
+        folder = tmp_path / str(count)
+        run = new_run(folder, splits=splits, outputs={question: list(range(20, 2020)) for question in questions})
+        stage = Stage(run, HIDDEN)
+        stage.begin(force=False)
+        tracemalloc.start()
+        samples, _ = read_samples(stage)
+        with Traces(run.folder("01b_traces") / TRACES_FILE) as traces:
+            publish(stage.folder, map(traces.load, sorted(samples, key=lambda sample: sample.split)))
+        peaks[count] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    a_sample = (peaks[400] - peaks[100]) / 300
+    assert a_sample < 2000 * 8 / 4, f"{a_sample:.0f} bytes a sample of 2,000 tokens"
+
+
 # ---- what must fit
 
 
@@ -602,7 +743,75 @@ def test_a_disk_too_small_is_refused_before_a_server_starts_and_what_is_there_st
     assert all(shard(run, question).exists() for question in [*TRAIN[1:], *VAL])
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", 57_344), ("float32", 114_688)])
+class ShrinkingDisk:
+    """Room for so many looks at the disk; then it is full, until `room` is given again."""
+
+    def __init__(self, looks: int):
+        self.looks = looks
+
+    def __call__(self, _path: Path) -> Disk:
+        self.looks -= 1
+        free = 2**40 if self.looks >= 0 else 2**29
+        return Disk(2**40, 2**40 - free, free)
+
+
+def test_a_disk_that_fills_up_stops_the_stage_between_samples_and_it_goes_on_when_there_is_room(
+    tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(tmp_path, extraction={"concurrency": 1})
+    disk = ShrinkingDisk(looks=4)  # the first before the server starts
+    monkeypatch.setattr(shutil, "disk_usage", disk)
+    with pytest.raises(DiskFull, match=r"0\.50 GiB free.*make room"):
+        capture(run)
+    kept = {question: shard(run, question).read_bytes() for question in SPLITS if shard(run, question).exists()}
+    assert len(kept) == 3
+    disk.looks = 1000
+    capture(run)
+    assert asked(engine) == dict.fromkeys([*TRAIN, *VAL], 1)
+    assert_speculators_reads(run, [*TRAIN, *VAL])
+
+
+def test_a_full_disk_in_the_servers_writer_stops_the_stage_and_sets_no_sample_aside(
+    tmp_path: Path, engine: Engine
+) -> None:
+    fault(engine, TRAIN[2], "disk full", 1)
+    run = new_run(tmp_path)
+    with pytest.raises(DiskFull, match="No space left on device"):
+        capture(run)
+    assert rows_of(run.folder("02_hidden") / ERRORS) == []
+    capture(run)
+    assert_speculators_reads(run, [*TRAIN, *VAL])
+
+
+def test_a_full_disk_of_our_own_writing_is_no_traceback(
+    tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(tmp_path)
+
+    def full(*_args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JsonlLog, "append", full)
+        with pytest.raises(DiskFull, match="make room"):
+            capture(run)
+    capture(run)
+    assert_speculators_reads(run, [*TRAIN, *VAL])
+
+
+def test_staging_on_another_file_system_is_refused_and_what_lay_in_it_is_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "staging").mkdir()
+    (tmp_path / "staging" / "left.safetensors").write_text("of a killed run")
+    assert list(fresh_staging(tmp_path, tmp_path / "shards").iterdir()) == []
+    elsewhere = Path("/dev/shm")
+    if elsewhere.stat().st_dev != tmp_path.stat().st_dev:
+        with pytest.raises(PipelineError, match="different file systems"):
+            fresh_staging(tmp_path, elsewhere)
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", 57_344), ("float32", 114_688), ("float8_e4m3", 28_676)])
 def test_a_token_of_kimi_k2_5_takes_57344_bytes(tmp_path: Path, dtype: str, expected: int) -> None:
     kimi = write_config(tmp_path, hidden_size=7168, num_hidden_layers=61, vocab_size=163840)
     config = Config(verifier=Verifier(path=str(kimi)), extraction=Extraction(storage_dtype=dtype))
