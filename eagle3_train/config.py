@@ -32,6 +32,7 @@ from pydantic_settings import (
 
 from eagle3_train.errors import ConfigError
 
+FLOAT8 = "float8_e4m3"  # extraction.storage_dtype
 PRESETS = Path(__file__).resolve().parent.parent / "presets"
 
 
@@ -141,6 +142,9 @@ class Prompts(Section):
 class Generation(Section):
     """Stage 01b: the verifier's own thinking and answers."""
 
+    capture: Literal["two_pass", "one_pass"] = how("two_pass")
+    """two_pass leaves the hidden states to 02; one_pass saves them while the verifier answers, and 02 loads none. Its
+    server takes extraction.server_args after generation.server_args."""
     endpoint: list[str] = how([])
     """Base URLs of running vLLM servers (http://127.0.0.1:8000/v1); none starts one here."""
     temperatures: list[float] = Field([0.6], min_length=1)
@@ -187,12 +191,20 @@ class Generation(Section):
             raise ValueError("a temperature is 0 or more")
         return value
 
+    @model_validator(mode="after")
+    def _states_need_a_server_of_ours(self) -> Generation:
+        if self.endpoint and self.capture == "one_pass":
+            raise ValueError(
+                "capture one_pass needs a server of our own, which writes into the run; leave endpoint out"
+            )
+        return self
+
 
 class Extraction(Section):
     """Stage 02: the verifier's hidden states for every token of every trace."""
 
-    storage_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type of the states on disk."""
+    storage_dtype: Literal["bfloat16", "float32", "float8_e4m3"] = "bfloat16"
+    """Type of the states on disk; float8_e4m3 takes half of bfloat16's room, with one scale a token."""
     cut_off: Literal["keep", "drop"] = "keep"
     """Traces that hit generation.max_tokens: keep trains on what was said, without an end; drop leaves them out."""
     repetition: Literal["keep", "drop"] = "drop"
@@ -252,16 +264,26 @@ class Draft(Section):
 class Training(Section):
     """Stage 04: the draft is trained."""
 
+    prepared_data: str | None = None
+    """Train on this directory instead of 02's: a data set in speculators' format, with hidden_states/ inside."""
     epochs: int = Field(3, ge=1)
     """Passes over the training shards."""
+    max_steps: int | None = Field(None, ge=1)
+    """End after exactly so many optimizer steps, and the schedule with them; null trains all epochs."""
+    batch_size: int = Field(1, ge=1)
+    """Packs of each optimizer step, over all GPUs together: the result does not depend on their number."""
     lr: float = Field(1e-4, gt=0)
     """Peak learning rate of AdamW (and of AdamW's part under muon)."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """speculators' optimizers; muon takes half the step's time on an H200."""
+    """muon orthogonalises the update of every matrix, which costs as much as the rest of a step on one GPU."""
+    muon_lr: float = Field(0.02, gt=0)
+    """Peak learning rate of muon's part, scaled to AdamW's size of update."""
+    muon_period: int = Field(1, ge=1)
+    """Orthogonalise whole matrices every so many steps, and blocks of them in between; 5 is nearly free."""
     weight_decay: float = Field(0.01, ge=0)
     """Decoupled weight decay."""
     scheduler: Literal["linear", "cosine", "none"] = "cosine"
-    """Decay of the learning rate over all epochs."""
+    """Decay of the learning rate over all steps."""
     warmup_ratio: float = Field(0.03, ge=0, le=1)
     """Share of all steps spent warming up."""
     ttt_steps: int = Field(3, ge=1)
@@ -269,17 +291,31 @@ class Training(Section):
     ttt_step_loss_decay: float = Field(1.0, gt=0, le=1)
     """Weight of each further TTT step's loss."""
     loss: str = "kl_div"
-    """speculators' loss name."""
+    """speculators' loss name (kl_div, rkl, jsd, ce, tv, nla, lk_hybrid), or weights of several as JSON."""
     pack_tokens: int = Field(8192, ge=16)
-    """Length of a packed batch [tokens]; longer samples are cut and counted."""
+    """Most tokens of a pack, the samples laid end to end; longer samples are cut and counted [tokens]."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Autocast type of the forward pass."""
+    """Type of activations and matrix products; weights and optimizer are float32."""
+    fp8: bool = False
+    """Matrix products of the trained weights in fp8 (H100, H200, B300, RTX PRO 6000)."""
+    recompute: bool = how(False)
+    """Keep one TTT step's activations at a time and compute the others again: less memory, a third more time."""
     seed: int = 0
     """Initial weights and order of the data."""
-    checkpoint_epochs: int = how(1, ge=1)
-    """Save every so many epochs."""
+    validation_steps: int | None = Field(None, ge=1)
+    """Validate, and so choose the best checkpoint, every so many steps; null means at the end of each epoch."""
+    checkpoint_steps: int = how(500, ge=1)
+    """Save every so many steps as well: the most that a kill can cost."""
+    keep_checkpoints: int = how(2, ge=1)
+    """Newest checkpoints kept, besides the best."""
+    processes: int | None = how(None, ge=1)
+    """Training processes on this machine, one a GPU; null takes every visible GPU that batch_size can use."""
+    gradients: Literal["float32", "bfloat16"] = "float32"
+    """Type in which several GPUs exchange gradients; bfloat16 halves the traffic where there is no NVLink."""
+    trackers: list[Literal["tensorboard", "trackio", "wandb"]] = how(["tensorboard"])
+    """Where metrics go besides metrics.jsonl; one that is not installed is left out with a warning."""
     data_workers: int = how(4, ge=0)
-    """Processes that read shards; 0 reads in the trainer."""
+    """Processes that read shards, for each training process; 0 reads in the trainer."""
 
 
 class Export(Section):
@@ -380,6 +416,9 @@ class Config(BaseSettings):
         cli_shortcuts={
             "prompts.max_samples": "max-samples",
             "generation.endpoint": "endpoint",
+            "training.prepared_data": "prepared-data",
+            "training.batch_size": "batch-size",
+            "training.max_steps": "max-steps",
             "plan.box": "box",
             "plan.from_run": "from",
             "plan.price": "price",

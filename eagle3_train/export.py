@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle3_train import model_card, verifier
+from eagle3_train.checkpoints import BEST, Saved
 from eagle3_train.config import Config
 from eagle3_train.errors import PipelineError
 from eagle3_train.extraction import DATASET, LINKS
 from eagle3_train.run import Result, Stage, save_tensors, write_text
-from eagle3_train.training import BEST, CHECKPOINTS
+from eagle3_train.training import CHECKPOINTS
 
 if TYPE_CHECKING:
     import torch
@@ -101,7 +102,7 @@ def export(stage: Stage) -> Result:
         "format": settings.format,
         "tensors": len(published),
         "bytes": size,
-        "epoch": int(checkpoint.resolve().name) + 1,
+        "epoch": Saved.read(checkpoint.resolve()).epoch + 1,
         "largest_logit_difference": difference,
     }
     saved_bytes = embedding.numel() * embedding.element_size()

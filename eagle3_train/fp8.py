@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+from torch import Tensor, nn
 
 from eagle3_train.fusing import fused
 
@@ -35,7 +34,7 @@ def by_row(values: Tensor) -> tuple[Tensor, Tensor]:
 def by_column(values: Tensor) -> tuple[Tensor, Tensor]:
     """[n, m] -> its transpose in fp8 [m, n], n padded with zeros to a multiple of 16, and scales fp32 [m, 1]."""
     scale = _scale(values, 0)
-    scaled = F.pad((values.float() / scale).to(_FP8).t(), (0, -values.shape[0] % _GRANULE))
+    scaled = nn.functional.pad((values.float() / scale).to(_FP8).t(), (0, -values.shape[0] % _GRANULE))
     return scaled.contiguous(), scale.t().contiguous()
 
 

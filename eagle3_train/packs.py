@@ -69,6 +69,10 @@ class Pack:
         """Every tensor on `device`; the copy may still be under way."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Tell the allocator that `stream` uses what another stream copied here."""
+        self._map(lambda tensor: tensor.record_stream(stream))
+
     def pin_memory(self) -> Pack:
         """Called by torch's DataLoader."""
         return self._map(lambda tensor: tensor.pin_memory())

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eagle3_train import rates, tables
-from eagle3_train.config import PRESETS, Config, Plan, Verifier, parse
+from eagle3_train.config import PRESETS, Config, Plan, parse
 from eagle3_train.errors import ConfigError, PipelineError
 from eagle3_train.rates import BOXES, ESTIMATE, MEASURED, PRIOR, Figure, MeasuredRun, Range, Speed
 from eagle3_train.run import EVALUATE, EXPORT, HIDDEN, PROMPTS, STAGES, TRACES, TRAIN, VOCAB, write_text
@@ -34,10 +34,10 @@ LOAD, GIVEN, FP8 = "verifier load", "given", "float8_e4m3"
 KIMI = "moonshotai/Kimi-K2.5"
 _KIMI_HIDDEN_SIZE = 7168
 _PRIOR_LENGTHS = "assumed: 4,096 tokens a sample; the pilot's raw answers had 505, a published run's traces 10,000"
-_PRIOR_PROMPT, _PRIOR_OUTPUT = 256, 3840
+PRIOR_PROMPT_TOKENS, PRIOR_OUTPUT_TOKENS = 256, 3840
 _AUX_LAYERS = 3
 # Of traces.jsonl by output token (question, ids and text; measured on the tiny run); of the Arrow data set by token.
-_TRACE_BYTES, _DATASET_BYTES = 17, 16
+TRACE_BYTES, _DATASET_BYTES = 17, 16
 # fp32 weights and AdamW's two moments.
 _CHECKPOINT_BYTES = 12
 # Decoding speeds up with requests in flight as their number to this power: from 88 tok/s at 1 to 2,000 at 128.
@@ -122,12 +122,17 @@ class Cost:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the run is planned: a box by its priors, a measured machine, or both."""
+    """Where the run is planned: a box by its priors, a measured machine, or both.
+
+    Attributes:
+        one_pass: its generation was measured with the states saved meanwhile.
+    """
 
     name: str
     gpus: int
     speeds: dict[str, Speed]
     usd_an_hour: float | None
+    one_pass: bool = False
 
 
 @dataclass(frozen=True)
@@ -188,8 +193,8 @@ def lengths(config: Config, run: MeasuredRun | None) -> Lengths:
         output = traces["output_tokens"] / traces["traces"]
         measured = Lengths(hidden["tokens"] / hidden["samples"] - output, output, MEASURED, f"traces of {run.name}")
     else:
-        output = min(_PRIOR_OUTPUT, config.generation.max_tokens)
-        measured = Lengths(_PRIOR_PROMPT, output, PRIOR, _PRIOR_LENGTHS)
+        output = min(PRIOR_OUTPUT_TOKENS, config.generation.max_tokens)
+        measured = Lengths(PRIOR_PROMPT_TOKENS, output, PRIOR, _PRIOR_LENGTHS)
     if given.prompt_tokens is None and given.output_tokens is None:
         return measured
     return Lengths(
@@ -284,11 +289,17 @@ def draft_parameters(config: Config) -> int:
     return 3 * hidden * hidden + draft.num_layers * (attention + 3 * draft.intermediate_size * hidden)
 
 
+def checkpoints(config: Config) -> int:
+    """Checkpoints on disk at most: the newest ones, the best, and the one being written."""
+    return config.training.keep_checkpoints + 2
+
+
 def disk(config: Config, work: Workload, storage: str) -> Disk:
-    """Bytes on disk once everything is there; checkpoints are all kept."""
-    checkpoints = math.ceil(config.training.epochs / config.training.checkpoint_epochs)
-    traces = work.generated * _TRACE_BYTES
-    fixed = traces + work.extracted * _DATASET_BYTES + checkpoints * _CHECKPOINT_BYTES * draft_parameters(config)
+    """Bytes on disk once everything is there."""
+    traces = work.generated * TRACE_BYTES
+    fixed = (
+        traces + work.extracted * _DATASET_BYTES + checkpoints(config) * _CHECKPOINT_BYTES * draft_parameters(config)
+    )
     states = token_bytes(config, storage)
     return Disk(fixed, work.kept * states, (work.extracted - work.kept) * states)
 
@@ -310,7 +321,7 @@ def machines(config: Config, run: MeasuredRun | None) -> list[Machine]:
                 "no rates for this machine: name a run that was made on it (--from runs/x), or a box "
                 f"(--box {' | '.join(BOXES)})"
             )
-        return [Machine(run.hardware, run.gpus, run.speeds, prices[0])]
+        return [Machine(run.hardware, run.gpus, run.speeds, prices[0], run.one_pass)]
     if config.verifier.path == "tiny":
         raise PipelineError(
             "the priors of a box are Kimi-K2.5's, but verifier.path is tiny; name a preset of the real verifier, or "
@@ -319,8 +330,9 @@ def machines(config: Config, run: MeasuredRun | None) -> list[Machine]:
     found = []
     for name, price in zip(plan.box, itertools.cycle(prices)):
         box = BOXES[name]
-        own = run.speeds if run and run.was_on(box) else {}
-        found.append(Machine(name, box.gpus, box.speeds | own, price))
+        here = run is not None and run.was_on(box)
+        own = run.speeds if run and here else {}
+        found.append(Machine(name, box.gpus, box.speeds | own, price, bool(run and here and run.one_pass)))
     return found
 
 
@@ -349,7 +361,7 @@ def _costs(config: Config, machine: Machine, work: Workload, way: Way, waves: in
     loads, work_on_server = [], []
     if work.generated:
         generating = _speed(machine, TRACES.folder)
-        note = "; saving states while generating is not measured" if way.one_pass else ""
+        note = "; saving states while generating is not measured" if way.one_pass and not machine.one_pass else ""
         loads.append(_start(generating, waves if way.one_pass else 1))
         work_on_server.append(_cost("01b generation", work.generated, [_work(generating, work.generated)], note))
     if not way.one_pass:
@@ -395,10 +407,7 @@ def _start(speed: Speed, times: int = 1) -> tuple[Figure, Range]:
 
 
 def _work(speed: Speed, tokens: float) -> tuple[Figure, Range]:
-    if speed.tokens_per_s is None:
-        return speed.start_s, Range.exactly(0)
-    rate = speed.tokens_per_s.value
-    return speed.tokens_per_s, Range(tokens / rate.high, tokens / rate.likely, tokens / rate.low)
+    return speed.tokens_per_s or speed.start_s, speed.working(tokens)
 
 
 def _waves_note(waves: int) -> str:
@@ -421,11 +430,12 @@ def _distinct(names: Iterable[str]) -> list[str]:
 
 
 def ways(config: Config) -> list[Way]:
-    """The preset's own way first, then the others: one pass or two, its storage or fp8, waves under a disk budget."""
+    """The preset's own way first, then the others: one pass or two, its storage or float8, waves in a disk budget."""
+    own = config.generation.capture == "one_pass"
     storages = _distinct([config.extraction.storage_dtype, FP8])
     waves = [False, True] if config.plan.max_disk_gb else [False]
     return [
-        Way(one_pass, storage, in_waves) for in_waves in waves for one_pass in (False, True) for storage in storages
+        Way(one_pass, storage, in_waves) for in_waves in waves for one_pass in (own, not own) for storage in storages
     ]
 
 
@@ -542,7 +552,10 @@ def make_plan(config: Config) -> Planned:
     work = workload(config, samples, length)
     options = {}
     for place in places:
-        projections = [project(config, place, work, way) for way in ways(config)]
+        own, *others = ways(config)
+        # A run in one pass has measured no extraction, so it cannot say what two would take.
+        possible = [own, *(way for way in others if way.one_pass or HIDDEN.folder in place.speeds)]
+        projections = [project(config, place, work, way) for way in possible]
         # Where everything fits at once, a plan in waves is the whole one.
         options[place.name] = [option for option in projections if option.waves > 1 or not option.way.waves]
     return Planned(config, length, samples, options)
@@ -633,7 +646,7 @@ def _disk_line(config: Config, own: Projection) -> str:
     a_token = token_bytes(config, own.way.storage)
     return (
         f"Peak on disk {size(own.peak_bytes)} ({own.peak_bytes / 2**30:,.1f} GiB): {a_token:,} bytes of states a "
-        "token, traces, data set and all checkpoints; counted, and as right as the tokens are."
+        "token, traces, data set and checkpoints; counted, and as right as the tokens are."
     )
 
 
@@ -710,9 +723,12 @@ def document_tables(config: Config, run: MeasuredRun) -> dict[str, str]:
 
 def box_plan(name: str) -> str:
     """What plan.py says of the box's preset, as the document's command above it asks."""
+    return shown(make_plan(_box_preset(name, _PROJECTED_SAMPLES[0], *_DOCUMENTED[name])))
+
+
+def _box_preset(name: str, samples: int, *flags: str) -> Config:
     preset = PRESETS / f"kimi-k2.5-{name}.yaml"
-    flags = ["--preset", str(preset), "--max-samples", str(_PROJECTED_SAMPLES[0]), *_DOCUMENTED[name]]
-    return shown(make_plan(parse(flags, "", PlanArguments)[1]))
+    return parse(["--preset", str(preset), "--max-samples", str(samples), *flags], "", PlanArguments)[1]
 
 
 def measured_table(run: MeasuredRun) -> str:
@@ -730,8 +746,8 @@ def measured_table(run: MeasuredRun) -> str:
 def projections_table(config: Config, run: MeasuredRun) -> str:
     """The measured run some times as large on its own machine; then the boxes with Kimi-K2.5, in two ways."""
     projected: list[tuple[str, Projection]] = []
-    here = Machine(run.hardware, run.gpus, run.speeds, None)
-    own_way = Way(False, config.extraction.storage_dtype, False)
+    here = Machine(run.hardware, run.gpus, run.speeds, None, run.one_pass)
+    own_way = Way(run.one_pass, config.extraction.storage_dtype, False)
     for factor in _FACTORS:
         projected.append(
             (
@@ -739,12 +755,12 @@ def projections_table(config: Config, run: MeasuredRun) -> str:
                 project(config, here, repeated(run, factor, config.training.epochs), own_way),
             )
         )
-    box_config = _for_boxes(config)
-    length = lengths(box_config, None)
-    for machine, samples, way in itertools.product(
-        machines(box_config, None), _PROJECTED_SAMPLES, (own_way, Way(True, FP8, False))
-    ):
-        projected.append((machine.name, project(box_config, machine, workload(box_config, samples, length), way)))
+    for name, samples in itertools.product(BOXES, _PROJECTED_SAMPLES):
+        preset = _box_preset(name, samples)
+        (box,) = machines(preset, None)
+        work = workload(preset, samples, lengths(preset, None))
+        for way in (Way(False, "bfloat16", False), Way(True, FP8, False)):
+            projected.append((name, project(preset, box, work, way)))
     header = ["where", "samples", "way", *_STAGE_COLUMNS, "all", "low to high", "disk", "GPU-hours", "basis"]
     rows = []
     for where, projection in projected:
@@ -761,8 +777,7 @@ def projections_table(config: Config, run: MeasuredRun) -> str:
                 projection.basis,
             ]
         )
-    note = f"Boxes: Kimi-K2.5, {config.training.epochs} epochs, {_PRIOR_LENGTHS}."
-    return tables.table(header, rows) + "\n\n" + note
+    return tables.table(header, rows) + f"\n\nBoxes: by their presets; {_PRIOR_LENGTHS}."
 
 
 _STAGE_COLUMNS = (
@@ -775,12 +790,6 @@ _STAGE_COLUMNS = (
     "05 export",
     "06 evaluation",
 )
-
-
-def _for_boxes(config: Config) -> Config:
-    verifier = Verifier(path=KIMI) if config.verifier.path == "tiny" else config.verifier
-    plan = config.plan.model_copy(update={"box": config.plan.box or list(BOXES), "max_disk_gb": None})
-    return config.model_copy(update={"verifier": verifier, "plan": plan})
 
 
 def rates_table() -> str:

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eagle3_train import box_checks, verifier
+from eagle3_train import box_checks, planning, verifier
 from eagle3_train.box import Box, look
 from eagle3_train.box_checks import FAIL, GIB, PASS, PROJECT, WARN, Check, Served
 from eagle3_train.config import Config, Verifier, parse
@@ -29,14 +29,10 @@ from eagle3_train.run import EXPORT, HIDDEN, MANIFEST, PROMPTS, TRACES, TRAIN, h
 
 FOLDER, REPORT = "00_preflight", "preflight.json"
 
-# Tokens of a sample, thinking included, until a run's own traces say better: an assumption.
-TOKENS_PER_SAMPLE = 4096
-PROMPT_TOKENS = 256
 # Activations, CUDA graphs and NCCL's buffers beside weights and cache.
 WORKING_ROOM_BYTES = 4 * GIB
 # Published prefill of this verifier on 8 x RTX PRO 6000 [tokens/s]: the pace at which states arrive.
 PREFILL_RATE = 7900
-TRACE_BYTES_PER_TOKEN = 16  # its id and its text, in JSON
 FEW_FILES = 1000  # everything but shards
 FULL_DISK = 0.8
 WRITE_PROBE_BYTES = 256 << 20
@@ -346,12 +342,13 @@ def expected(config: Config, run: Path) -> Expected | None:
     manifest = run / TRACES.folder / MANIFEST
     if manifest.exists() and (made := json.loads(manifest.read_text(encoding="utf-8")))["state"] == "done":
         samples, tokens = made["summary"]["traces"], made["summary"]["output_tokens"]
-        return Expected(samples, tokens + samples * PROMPT_TOKENS, "this run's traces")
+        return Expected(samples, tokens + samples * planning.PRIOR_PROMPT_TOKENS, "this run's traces")
     samples = _samples(config, run / PROMPTS.folder / PROMPTS_FILE)
     if samples is None:
         return None
-    a_sample = min(TOKENS_PER_SAMPLE, config.generation.max_tokens + PROMPT_TOKENS)
-    return Expected(samples, samples * a_sample, f"{a_sample} tokens a sample, an assumption")
+    length = planning.lengths(config, None)
+    a_sample = length.prompt + length.output
+    return Expected(samples, round(samples * a_sample), f"{a_sample:.0f} tokens a sample, as planned: {length.basis}")
 
 
 def _samples(config: Config, prepared: Path) -> int | None:
@@ -372,7 +369,7 @@ def _lines(path: Path) -> int:
 
 def disk_need(config: Config, tokens: int) -> dict[str, int]:
     """Bytes that each stage leaves in its folder."""
-    sizes, draft, settings = verifier.text_config(config.verifier), config.draft, config.training
+    sizes, draft = verifier.text_config(config.verifier), config.draft
     vocabulary = config.vocabulary.draft_size or sizes.vocab_size
     shape = draft.model_dump() | {
         "hidden_size": sizes.hidden_size,
@@ -383,12 +380,12 @@ def disk_need(config: Config, tokens: int) -> dict[str, int]:
     }
     weights = sum(math.prod(tensor) for tensor in tensor_table(shape).values())
     embedding = sizes.vocab_size * sizes.hidden_size
-    # float32: every weight with the frozen embedding; and the optimizer's two moments of what is trained.
-    checkpoint = 4 * (weights + embedding) + 8 * (weights - vocabulary * sizes.hidden_size)
+    # float32: every weight but the frozen embedding; and the optimizer's two moments of what is trained.
+    checkpoint = 4 * weights + 8 * (weights - vocabulary * sizes.hidden_size)
     return {
-        TRACES.folder: tokens * TRACE_BYTES_PER_TOKEN,
+        TRACES.folder: tokens * planning.TRACE_BYTES,
         HIDDEN.folder: int(tokens * (1 - config.prompts.eval_fraction) * token_bytes(config)),
-        TRAIN.folder: checkpoint * math.ceil(settings.epochs / settings.checkpoint_epochs),
+        TRAIN.folder: checkpoint * planning.checkpoints(config),
         EXPORT.folder: 2 * (weights + (embedding if config.export.keep_embeddings else 0)),
     }
 

@@ -196,22 +196,19 @@ def _steps(path: Path, settings: dict[str, Any], manifest: dict[str, Any]) -> Co
         steps = manifest.get("summary", {}).get("steps")
         return Count("steps", steps, steps) if steps else None
     rows = _tail(path / TRAIN.folder / "metrics.jsonl")
-    trained = [row["global_step"] + 1 for row in rows if "train" in row and "global_step" in row]
-    total = _steps_in_all(path, settings.get("training", {}), rows)
-    return Count("steps", trained[-1] if trained else 0, total, about=True) if trained or total else None
+    if made := [row for row in rows if {"step", "of"} <= row.keys()]:
+        return Count("steps", made[-1]["step"], made[-1]["of"])
+    total = _steps_by_tokens(path, settings.get("training", {}))
+    return Count("steps", 0, total, about=True) if total else None
 
 
-def _steps_in_all(path: Path, training: dict[str, Any], rows: list[dict[str, Any]]) -> int | None:
-    """By the last validation, which ends an epoch; before the first one by the tokens to pack."""
-    if not {"epochs", "pack_tokens"} <= training.keys():
-        return None
-    validated = [row for row in rows if "val" in row and {"epoch", "step"} <= row.keys()]
-    if validated:
-        return round(validated[-1]["step"] / (validated[-1]["epoch"] + 1) * training["epochs"])
+def _steps_by_tokens(path: Path, training: dict[str, Any]) -> int | None:
+    """About how many there will be, before the first one."""
     hidden = _json(path / HIDDEN.folder / MANIFEST).get("summary", {})
-    if not {"tokens", "train", "samples"} <= hidden.keys():
+    if not {"epochs", "pack_tokens"} <= training.keys() or not {"tokens", "train", "samples"} <= hidden.keys():
         return None
-    return round(hidden["tokens"] * hidden["train"] / hidden["samples"] / training["pack_tokens"]) * training["epochs"]
+    pack_tokens = training["pack_tokens"] * training.get("batch_size", 1)
+    return round(hidden["tokens"] * hidden["train"] / hidden["samples"] / pack_tokens) * training["epochs"]
 
 
 def _measurements(path: Path, settings: dict[str, Any], _manifest: dict[str, Any]) -> Count | None:
@@ -248,8 +245,8 @@ def count_rows(path: Path) -> tuple[int, bool]:
 
 
 def _steps_a_second(metrics: Path) -> float | None:
-    times = [row["profile"]["step_ms"] for row in _tail(metrics) if "step_ms" in row.get("profile", {})][-_LAST_STEPS:]
-    return 1000 * len(times) / sum(times) if times else None
+    rates = [row["steps_per_s"] for row in _tail(metrics) if "steps_per_s" in row][-_LAST_STEPS:]
+    return sum(rates) / len(rates) if rates else None
 
 
 # Reading what others write -------------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from eagle3_train import fp8
@@ -65,7 +64,7 @@ def _add_rms_norm(rows: Tensor, more: Tensor, weight: Tensor, eps: float) -> tup
 def _gated(both: Tensor) -> Tensor:
     """silu(gate) * up, from [n, 2 * I]."""
     gate, up = both.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return nn.functional.silu(gate) * up
 
 
 @fused
@@ -163,7 +162,7 @@ class TrainingStep(nn.Module):
         self.draft = draft
         self.ttt_steps = ttt_steps
         self.heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
-        window = shape.sliding_window
+        window = getattr(shape, "sliding_window", None)
         self.windows = [window if kind == "sliding_attention" else None for kind in shape.layer_types]
         self._loss_config, self._loss_decay = loss_config, loss_decay
         self._dtype, self._use_fp8, self._recompute = dtype, use_fp8, recompute
@@ -179,7 +178,7 @@ class TrainingStep(nn.Module):
         documents = Documents(pack.cu_active, pack.cu_rows, pack.longest_active, pack.longest)
         with torch.no_grad():
             normed = _rms_norm(pack.last_states, draft.verifier_norm.weight, draft.verifier_norm.variance_epsilon)
-            targets = F.linear(normed, draft.verifier_lm_head.weight)
+            targets = nn.functional.linear(normed, draft.verifier_lm_head.weight)
         rows = self._projected_states(pack)
         chain = _Chain(pack, targets) if measure else None
         total = rows.new_zeros((), dtype=torch.float32)
@@ -220,7 +219,9 @@ class TrainingStep(nn.Module):
             if not place:
                 norm = module.input_layernorm
                 embeddings = _scaled_rows(
-                    F.embedding(pack.input_ids, self.draft.embed_tokens.weight), norm.variance_epsilon, self._dtype
+                    nn.functional.embedding(pack.input_ids, self.draft.embed_tokens.weight),
+                    norm.variance_epsilon,
+                    self._dtype,
                 )
                 layer.embedded = _times(embeddings, self._weight(norm.weight, (0, hidden), *qkv))
             layers.append(layer)
@@ -249,7 +250,7 @@ class TrainingStep(nn.Module):
             rows = self._decode(rows, step, layer, pack, documents, (cos, sin), window)
         norm = draft.norm
         normed = _rms_norm(rows, norm.weight, norm.variance_epsilon)
-        logits = F.linear(normed[pack.starts[step]], draft.lm_head.weight.to(self._dtype))
+        logits = nn.functional.linear(normed[pack.starts[step]], draft.lm_head.weight.to(self._dtype))
         return (normed if draft.config.norm_output else rows), logits
 
     def _decode(
@@ -298,7 +299,7 @@ class TrainingStep(nn.Module):
 
 
 def _times(rows: Tensor, weight: Any) -> Tensor:
-    return fp8.linear(rows, weight) if isinstance(weight, fp8.Weight) else F.linear(rows, weight)
+    return fp8.linear(rows, weight) if isinstance(weight, fp8.Weight) else nn.functional.linear(rows, weight)
 
 
 class _Chain:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eagle3_train import charts, verifier
+from eagle3_train.config import Config
 from eagle3_train.errors import PipelineError
 from eagle3_train.extraction import DATASET
 from eagle3_train.progress import bar
@@ -41,6 +42,7 @@ class VocabMap:
 
 def build(stage: Stage) -> Result:
     """Count, choose, map, and report how much of what the verifier says the draft can say."""
+    import numpy as np
     import torch
 
     target_size = verifier.text_config(stage.config.verifier).vocab_size
@@ -56,10 +58,13 @@ def build(stage: Stage) -> Result:
     ranked = (count / total["train"] for _, count in counts["train"].most_common())
     cumulative = list(itertools.accumulate(ranked))
     outputs = [FREQUENCIES, COVERAGE, PICTURE]
-    if draft_size == target_size:
-        chosen = set(range(target_size))
-    else:
-        chosen = _write_maps(stage, counts["train"], draft_size, target_size)
+    vocab = choose(counts["train"], stage.config)
+    chosen = set(range(target_size))
+    if vocab.d2t is not None and vocab.t2d is not None:
+        chosen = set(vocab.t2d.nonzero().flatten().tolist())
+        for name, tensor in ((D2T, vocab.d2t), (T2D, vocab.t2d)):
+            with atomic(stage.folder / name, "wb") as file:
+                np.save(file, tensor.numpy())
         outputs += [D2T, T2D]
     covered = {
         split: sum(count for token, count in of_split.items() if token in chosen) / max(total[split], 1)
@@ -83,7 +88,7 @@ def build(stage: Stage) -> Result:
 
 
 def count_supervised(dataset: Path, target_size: int) -> dict[str, Counter[int]]:
-    """Supervised tokens of each split.
+    """Supervised tokens of each split; all are training tokens in a data set without splits.
 
     Raises:
         PipelineError: a token id beyond the verifier's vocabulary, naming the trace.
@@ -92,24 +97,32 @@ def count_supervised(dataset: Path, target_size: int) -> dict[str, Counter[int]]
 
     counts: dict[str, Counter[int]] = {"train": Counter(), "val": Counter()}
     rows = datasets.load_from_disk(str(dataset)).with_format(None)
-    for row in bar(rows, desc="03 vocabulary", unit="sample"):
+    for number, row in enumerate(bar(rows, desc="03 vocabulary", unit="sample")):
         said = [token for token, supervised in zip(row["input_ids"], row["loss_mask"], strict=True) if supervised]
         lowest, highest = min(row["input_ids"]), max(row["input_ids"])
         if lowest < 0 or highest >= target_size:
+            wrong = lowest if lowest < 0 else highest
             raise PipelineError(
-                f"trace {row['id']} holds token id {lowest if lowest < 0 else highest}, but the verifier's vocabulary "
-                f"is 0 to {target_size - 1}; was it made by another verifier?"
+                f"trace {row.get('id', number)} holds token id {wrong}, but the verifier's vocabulary is 0 to "
+                f"{target_size - 1}; was it made by another verifier?"
             )
-        counts[row["split"]].update(said)
+        counts[row.get("split", "train")].update(said)
     return counts
 
 
-def _write_maps(stage: Stage, said: Counter[int], draft_size: int, target_size: int) -> set[int]:
-    """Write d2t and t2d; returns the chosen token ids."""
-    import numpy as np
+def choose(said: Counter[int], config: Config) -> VocabMap:
+    """The draft vocabulary: the verifier's special tokens, and then what it says most often.
+
+    Raises:
+        PipelineError: the special tokens alone are more than `vocabulary.draft_size`.
+    """
     from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
 
-    forced = verifier.special_token_ids(stage.config.verifier)
+    target_size = verifier.text_config(config.verifier).vocab_size
+    draft_size = config.vocabulary.draft_size or target_size
+    if draft_size == target_size:
+        return VocabMap(target_size, None, None)
+    forced = verifier.special_token_ids(config.verifier)
     if len(forced) > draft_size:
         raise PipelineError(
             f"vocabulary.draft_size {draft_size} cannot hold the verifier's {len(forced)} special tokens"
@@ -118,10 +131,7 @@ def _write_maps(stage: Stage, said: Counter[int], draft_size: int, target_size: 
     top = max(said.values(), default=0) + 1
     boosted = dict(said) | dict.fromkeys(forced, top)
     d2t, t2d = build_vocab_mappings_from_distribution(boosted, draft_size, target_size)
-    for name, tensor in ((D2T, d2t), (T2D, t2d)):
-        with atomic(stage.folder / name, "wb") as file:
-            np.save(file, tensor.numpy())
-    return set(t2d.nonzero().flatten().tolist())
+    return VocabMap(draft_size, d2t, t2d)
 
 
 def load(folder: Path, target_size: int) -> VocabMap:

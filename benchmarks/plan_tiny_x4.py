@@ -1,0 +1,77 @@
+"""The plan of a run from one of a quarter of its size, beside what that run then took, stage by stage.
+
+Two whole runs of the embedded default, 100 and 400 questions, on real vLLM. The larger one is planned from the timings
+of the smaller one (`plan.py --from`); the other side is what it really took. The two timings.jsonl are kept beside the
+result, so that the prediction can be drawn again without a run.
+
+    python -m benchmarks.plan_tiny_x4            about 10 minutes on 2 cores
+    python -m benchmarks.plan_tiny_x4 --again    seconds: from the timings kept by the last one
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+from pathlib import Path
+
+from benchmarks.common import RESULTS, ROOT, run_measured, stage_command, write_result
+from eagle3_train import planning
+from eagle3_train.config import parse
+from eagle3_train.rates import read_run
+from eagle3_train.run import STAGES
+
+SMALL, LARGE = 100, 400
+TARGET = 0.25
+SCRIPTS = sorted(path.name for path in ROOT.glob("0[1-6]*.py"))
+
+
+def main() -> None:
+    """Two runs, unless their timings are kept; then the plan of one from the other, and the result file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--again", action="store_true", help="no runs: plan from the timings that are kept")
+    if not parser.parse_args().again:
+        with tempfile.TemporaryDirectory() as name:
+            for samples in (SMALL, LARGE):
+                _run(Path(name), samples)
+    predicted, took = prediction(kept(SMALL), kept(LARGE))
+    ratio = {stage: round(predicted[stage] / took[stage], 3) for stage in took}
+    write_result(
+        "plan_tiny_x4",
+        ours={"predicted_seconds": {stage: round(value, 2) for stage, value in predicted.items()}},
+        peer={"measured_seconds": {stage: round(value, 2) for stage, value in took.items()}},
+        ratio=ratio,
+        unit="s",
+        notes=[
+            f"{LARGE} questions planned from the timings of {SMALL}: {kept(SMALL).name}, {kept(LARGE).name}",
+            f"target: the whole within {TARGET:.0%}",
+        ],
+    )
+
+
+def kept(samples: int) -> Path:
+    """Where the timings of the run of so many questions are kept."""
+    return RESULTS / f"plan_tiny_{samples}.jsonl"
+
+
+def prediction(small: Path, large: Path) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds by stage and of `all`: of the larger run as planned from the smaller one's timings, and as it took."""
+    flags = ["--preset", str(ROOT / "presets" / "tiny.yaml"), "--max-samples", str(LARGE)]
+    _, config = parse([*flags, "--from", str(small)], "", planning.PlanArguments)
+    (options,) = planning.make_plan(config).options.values()
+    predicted = planning.seconds_by_folder(options[0])
+    measured = read_run(large, config.training.epochs)
+    took = {stage: row["seconds"] for stage in STAGES if (row := measured.last(stage))}
+    return {**predicted, "all": sum(predicted.values())}, {**took, "all": sum(took.values())}
+
+
+def _run(folder: Path, samples: int) -> None:
+    run = folder / str(samples)
+    for script in SCRIPTS:
+        took = run_measured(stage_command(script, run, prompts__max_samples=samples), log=folder / "log")
+        print(f"{samples} questions, {script}: {took.wall_s:.1f} s", flush=True)
+    shutil.copy(run / "timings.jsonl", kept(samples))
+
+
+if __name__ == "__main__":
+    main()

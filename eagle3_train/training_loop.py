@@ -1,0 +1,489 @@
+"""The loop of stage 04: packs in, optimizer steps, validations, checkpoints; on one process or on all of a group.
+
+One process is started for each GPU (`training.processes`); under torchrun, which may span several nodes, this process
+is one of them already. Weights, gradients and optimizer are fp32 on every process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import logging
+import math
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from eagle3_train import distributed, verifier
+from eagle3_train.checkpoints import OPTIMIZER, Checkpoints, Saved, load_weights
+from eagle3_train.cli import exit_with
+from eagle3_train.config import Config, parse
+from eagle3_train.distributed import Place
+from eagle3_train.draft import build_draft
+from eagle3_train.errors import PipelineError, Terminated
+from eagle3_train.muon import Muon
+from eagle3_train.packs import GivenOrder, Order, Pack, Packer, order
+from eagle3_train.progress import bar
+from eagle3_train.run import TRAIN, JsonlLog, Run, Stage
+from eagle3_train.step import TrainingStep, expected_acceptance_length, summarise
+from eagle3_train.training import CHECKPOINTS, METRICS, PREFETCHED_PACKS, Data, draft_vocabulary, draw_curves
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+    from tqdm import tqdm
+
+_CLIP = 1.0
+# Reading a loss waits for the GPU.
+_LOG_EVERY_STEPS_ON_GPU = 10
+_METRICS_LOGGER = "speculators.metrics"  # its trackers listen there
+_DATA = "EAGLE3_TRAIN_DATA"  # what the stage found, told to the processes it starts
+
+
+def run(stage: Stage, data: Data) -> tuple[int, dict[str, float]]:
+    """Train to the end, in this process or in as many as there are GPUs.
+
+    Returns:
+        All optimizer steps, and this attempt's seconds and trained tokens.
+    """
+    wanted = stage.config.training.processes or min(torch.cuda.device_count() or 1, stage.config.training.batch_size)
+    resumed = _steps_made(stage)
+    started = time.monotonic()
+    if wanted == 1 or distributed.under_torchrun():
+        with distributed.place() as place:
+            timing = _Loop(stage, place.told(data), place).run()
+    else:
+        command = [sys.executable, "-m", "eagle3_train.training_loop", "--run", str(stage.run.path)]
+        told = json.dumps({**asdict(data), "path": str(data.path)})
+        distributed.start(command, wanted, stage.folder, {_DATA: told})
+        timing = {"training_seconds": round(time.monotonic() - started, 2)}
+    steps = len(_order(stage.config, data).steps)
+    share = (steps - resumed) / steps
+    trained = data.train_tokens * stage.config.training.epochs * share
+    return steps, {**timing, "trained_tokens": round(trained)}
+
+
+def _steps_made(stage: Stage) -> int:
+    whole = Checkpoints(stage.folder / CHECKPOINTS, 1).whole()
+    return whole[-1].step if whole else 0
+
+
+def _order(config: Config, data: Data) -> Order:
+    settings = config.training
+    lengths = _rows(config, data, "train").approx_lengths
+    warnings.filterwarnings("ignore", message=".*longer than batch_max_length")  # counted by the stage
+    return order(lengths, settings.pack_tokens, settings.batch_size, settings.epochs, settings.seed, settings.max_steps)
+
+
+def _rows(config: Config, data: Data, split: str) -> Any:
+    from speculators.train.data import ArrowDataset
+
+    return ArrowDataset(
+        max_len=config.training.pack_tokens,
+        datapath=data.path,
+        on_missing="raise",
+        # The rows are ordered train, then val; the half row keeps the boundary whole in floating point.
+        train_ratio=(data.train + 0.5) / (data.train + data.val),
+        split=split,  # type: ignore[arg-type]
+        hidden_states_dtype=getattr(torch, config.training.dtype),
+    )
+
+
+@dataclass
+class _Progress:
+    """Of the interval since the last logged step."""
+
+    since: float
+    tokens: int = 0
+    steps: int = 0
+
+
+class _Loop:
+    """One process's part of a training."""
+
+    def __init__(self, stage: Stage, data: Data, place: Place):
+        self.stage, self.place, self.settings = stage, place, stage.config.training
+        _quiet_libraries()
+        torch.manual_seed(self.settings.seed)
+        draft = build_draft(stage.config, draft_vocabulary(stage, data))
+        self.checkpoints = Checkpoints(stage.folder / CHECKPOINTS, self.settings.keep_checkpoints)
+        place.wait()
+        self.resumed = self._last_checkpoint()
+        if self.resumed is not None:
+            load_weights(self.resumed.path, draft)
+        elif stage.config.draft.init_from is not None and place.first:
+            from eagle3_train import warm_start
+
+            layers = verifier.text_config(stage.config.verifier).num_hidden_layers
+            warm_start.load_into(draft, stage.config.draft.init_from, layers)
+        self.draft = draft
+        self.step: nn.Module = _make_step(draft.to(place.device), stage.config, place)
+        self.optimizers = _optimizers(draft, stage.config)
+        self.order = _order(stage.config, data)
+        self.schedules = [_schedule(optimizer, stage.config, len(self.order.steps)) for optimizer in self.optimizers]
+        self.made = 0
+        if self.resumed is not None:
+            self.made = self.resumed.step
+            self._load_state(self.resumed.path / OPTIMIZER)
+        packs, self.weights = self.order.of_rank(place.rank, place.ranks, self.made)
+        self.loader = _loader(stage.config, data, "train", packs)
+        validation = order(_rows(stage.config, data, "val").approx_lengths, self.settings.pack_tokens, 1, 1, 0, None)
+        self.validation = [step[0] for step in validation.steps]
+        self.validation_loader = _loader(stage.config, data, "val", self.validation[place.rank :: place.ranks])
+
+    def run(self) -> dict[str, float]:
+        """Train from where it stands to the end."""
+        total = len(self.order.steps)
+        if self.resumed is not None and self.place.first:
+            print(f"going on after step {self.made} of {total}")
+        started = time.monotonic()
+        progress = bar(total=total, initial=self.made, desc="04 training", unit="step", disable=not self.place.first)
+        packs = _on_device(self.loader, self.place.device)
+        logged = _metrics_log(self.stage) if self.place.first else contextlib.nullcontext()
+        with progress, logged, _stop_requests() as stop:
+            interval = _Progress(time.monotonic())
+            for weights in self.weights:
+                loss = self._optimize(packs, weights, interval)
+                self._log(loss, interval, progress)
+                progress.update()
+                last = self.made == total
+                if last or self._validates():
+                    self._validate()
+                    interval = _Progress(time.monotonic())
+                elif self.made % self.settings.checkpoint_steps == 0:
+                    self._save(None)
+                if self.place.any(bool(stop)):
+                    if not last:
+                        self._save_unless_saved()
+                    raise stop[0] if stop else Terminated()
+        return {"training_seconds": round(time.monotonic() - started, 2)}
+
+    def _optimize(self, packs: Iterator[Pack], weights: list[float], interval: _Progress) -> torch.Tensor:
+        """One optimizer step; returns this process's share of the loss."""
+        total = torch.zeros((), device=self.place.device)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        for place, weight in enumerate(weights):
+            pack = next(packs)
+            last = place + 1 == len(weights)
+            together = contextlib.nullcontext() if last or self.place.ranks == 1 else self.step.no_sync()
+            with together:  # type: ignore[attr-defined]
+                loss, _ = self.step(pack)
+                # Gradients are averaged over the processes; the mean is over the step's packs.
+                (loss * (weight * self.place.ranks)).backward()
+            total += loss.detach() * weight
+            interval.tokens += pack.tokens if weight else 0
+        nn.utils.clip_grad_norm_(self.draft.parameters(), _CLIP)
+        for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+        self.made += 1
+        interval.steps += 1
+        return total
+
+    def _log(self, loss: torch.Tensor, interval: _Progress, progress: tqdm) -> None:
+        if self.place.device.type == "cuda" and self.made % _LOG_EVERY_STEPS_ON_GPU and self.made > 1:
+            return
+        found = self.place.total({"loss": loss, "tokens": torch.tensor(float(interval.tokens), device=loss.device)})
+        if not math.isfinite(found["loss"]):
+            raise PipelineError(
+                f"step {self.made}: the loss is {found['loss']}. Rows of its packs: {self.order.steps[self.made - 1]}. "
+                "Look at those shards (rerun 02_extract_hidden.py), or lower training.lr"
+            )
+        now = time.monotonic()
+        seconds = now - interval.since
+        rate, steps_per_s = found["tokens"] / seconds, interval.steps / seconds
+        interval.since, interval.tokens, interval.steps = now, 0, 0
+        epoch = self.order.epoch(self.made - 1)
+        self._tell(
+            {
+                "train": {"loss": found["loss"]},
+                "lr": self.schedules[-1].get_last_lr()[0],
+                "tokens_per_s": round(rate, 1),
+                "steps_per_s": round(steps_per_s, 4),
+                **self._when(),
+            }
+        )
+        progress.set_postfix_str(
+            f"epoch {epoch + 1}/{len(self.order.epoch_ends)}, loss {found['loss']:.3f}, {rate:,.0f} tok/s"
+            + (f", acceptance {self._best:.2f}" if self._best else ""),
+            refresh=False,
+        )
+
+    def _when(self) -> dict[str, int]:
+        return {"step": self.made, "of": len(self.order.steps), "epoch": self.order.epoch(self.made - 1)}
+
+    def _tell(self, row: dict[str, Any]) -> None:
+        if self.place.first:
+            logging.getLogger(_METRICS_LOGGER).info(row, extra={"step": self.made})
+
+    _best: float | None = None
+
+    def _validates(self) -> bool:
+        every = self.settings.validation_steps
+        return self.made % every == 0 if every else self.made in self.order.epoch_ends
+
+    @torch.no_grad()
+    def _validate(self) -> None:
+        """Validate on all processes, save, and redraw the picture."""
+        step = self.step.module if isinstance(self.step, nn.parallel.DistributedDataParallel) else self.step
+        sums: dict[str, torch.Tensor] = {}
+        for pack in _on_device(self.validation_loader, self.place.device):
+            for name, value in step(pack, measure=True)[1].items():
+                sums[name] = sums.get(name, torch.zeros_like(value)) + value
+        if not sums:  # fewer packs than processes
+            sums = self._no_sums()
+        metrics = summarise(self.place.total(dict(sorted(sums.items()))), len(self.validation), self.settings.ttt_steps)
+        expected = expected_acceptance_length(metrics, self.settings.ttt_steps)
+        sampled = expected_acceptance_length(metrics, self.settings.ttt_steps, "sampled_acc")
+        self._tell(
+            {
+                "val": {
+                    **metrics,
+                    "expected_acceptance_length": expected,
+                    "expected_sampled_acceptance_length": sampled,
+                },
+                **self._when(),
+            }
+        )
+        self._save(metrics)
+        best = self.checkpoints.best()
+        self._best = best.expected_acceptance_length if best else None
+        if self.place.first:
+            draw_curves(self.stage.folder, self.settings.ttt_steps)
+
+    def _no_sums(self) -> dict[str, torch.Tensor]:
+        names = ["loss"]
+        for step in range(self.settings.ttt_steps):
+            names += [f"loss_{step}", *(f"drafts_{kind}{step}" for kind in ("", "right_before_", "right_", "sampled_"))]
+        return {name: torch.zeros((), device=self.place.device) for name in names}
+
+    def _save_unless_saved(self) -> None:
+        whole = self.checkpoints.whole()
+        if not whole or whole[-1].step != self.made:
+            self._save(None)
+
+    def _save(self, metrics: dict[str, float] | None) -> None:
+        expected = None if metrics is None else expected_acceptance_length(metrics, self.settings.ttt_steps)
+        if self.place.first:
+            training = {
+                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+                "schedules": [schedule.state_dict() for schedule in self.schedules],
+                "rng": torch.get_rng_state(),
+            }
+            self.checkpoints.save(self.draft, training, self.made, self.order.epoch(self.made - 1), metrics, expected)
+        self.place.wait()
+
+    def _last_checkpoint(self) -> Saved | None:
+        if self.place.first:
+            self.checkpoints.folder.mkdir(exist_ok=True)
+            for torn in self.checkpoints.put_aside_torn():
+                print(f"warning: {torn.name} is not a whole checkpoint; going on from an earlier one")
+            self.checkpoints.tidy()
+        self.place.wait()
+        whole = self.checkpoints.whole()
+        return whole[-1] if whole else None
+
+    def _load_state(self, path: Path) -> None:
+        saved = torch.load(path, weights_only=True, map_location="cpu")
+        for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        for schedule, state in zip(self.schedules, saved["schedules"], strict=True):
+            schedule.load_state_dict(state)
+        torch.set_rng_state(saved["rng"])
+
+
+def _make_step(draft: Any, config: Config, place: Place) -> nn.Module:
+    from speculators.losses import resolve_loss_config
+
+    settings = config.training
+    step = TrainingStep(
+        draft,
+        ttt_steps=settings.ttt_steps,
+        loss_config=resolve_loss_config(settings.loss, "fused" if place.device.type == "cuda" else "eager"),
+        loss_decay=settings.ttt_step_loss_decay,
+        dtype=getattr(torch, settings.dtype),
+        use_fp8=settings.fp8,
+        recompute=settings.recompute,
+    )
+    if place.ranks == 1:
+        return step
+    wrapped = nn.parallel.DistributedDataParallel(
+        step, device_ids=[place.device] if place.device.type == "cuda" else None, gradient_as_bucket_view=True
+    )
+    if settings.gradients == "bfloat16":
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+        wrapped.register_comm_hook(None, bf16_compress_hook)
+    return wrapped
+
+
+def _optimizers(draft: Any, config: Config) -> list[torch.optim.Optimizer]:
+    """AdamW over every trained parameter, or muon over the matrices and AdamW over the rest, split as speculators."""
+    from speculators.train.optimizers import split_named_params_for_muon
+
+    settings = config.training
+    rest = [(name, parameter) for name, parameter in draft.named_parameters() if parameter.requires_grad]
+    made: list[torch.optim.Optimizer] = []
+    if settings.optimizer == "muon":
+        matrices, rest = split_named_params_for_muon(draft)  # type: ignore[assignment]
+        made.append(Muon([parameter for _, parameter in matrices], settings.muon_lr, period=settings.muon_period))
+    made.append(
+        torch.optim.AdamW(
+            [parameter for _, parameter in rest], lr=settings.lr, weight_decay=settings.weight_decay, fused=True
+        )
+    )
+    return made
+
+
+def _schedule(optimizer: torch.optim.Optimizer, config: Config, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
+    from transformers import get_scheduler
+
+    settings = config.training
+    name = "constant_with_warmup" if settings.scheduler == "none" else settings.scheduler
+    return get_scheduler(name, optimizer, num_warmup_steps=int(steps * settings.warmup_ratio), num_training_steps=steps)
+
+
+def _loader(config: Config, data: Data, split: str, packs: list[list[int]]) -> DataLoader:
+    from torch.utils.data import DataLoader
+
+    settings = config.training
+    workers = settings.data_workers if packs else 0
+    packer = Packer(
+        settings.pack_tokens, settings.ttt_steps, getattr(torch, settings.dtype), whole=config.draft.num_layers > 1
+    )
+    return DataLoader(
+        _rows(config, data, split),
+        batch_sampler=GivenOrder(packs),
+        collate_fn=packer,
+        num_workers=workers,
+        prefetch_factor=PREFETCHED_PACKS if workers else None,
+        pin_memory=torch.cuda.is_available(),
+        multiprocessing_context="spawn" if workers else None,
+        worker_init_fn=_one_thread if workers else None,
+        persistent_workers=bool(workers) and split == "val",
+    )
+
+
+def _one_thread(_worker: int) -> None:
+    torch.set_num_threads(1)
+
+
+def _on_device(packs: Iterable[Pack], device: torch.device) -> Iterator[Pack]:
+    """Packs on the device, each copied there while the one before it is computed."""
+    if device.type != "cuda":
+        yield from packs
+        return
+    copying = torch.cuda.Stream()
+    ready: Pack | None = None
+    for pack in chain(packs, [None]):
+        with torch.cuda.stream(copying):
+            moved = pack.to(device) if pack is not None else None
+        if ready is not None:
+            yield ready
+        torch.cuda.current_stream().wait_stream(copying)
+        if moved is not None:
+            moved.record_stream(torch.cuda.current_stream())
+        ready = moved
+
+
+@contextmanager
+def _stop_requests() -> Iterator[list[BaseException]]:
+    """Collects Ctrl-C and SIGTERM, to be obeyed between two steps, where weights and optimizer agree."""
+    asked: list[BaseException] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        asked.append(KeyboardInterrupt() if number == signal.SIGINT else Terminated())
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _metrics_log(stage: Stage) -> Iterator[None]:
+    """Metrics go to metrics.jsonl and, by speculators' own handlers, to the trackers that are installed."""
+    from speculators.train.logger import setup_metric_logger
+
+    here: list[str] = []
+    missing: list[str] = []
+    for tracker in stage.config.training.trackers:
+        (here if importlib.util.find_spec(tracker) else missing).append(tracker)
+    if missing:
+        print(f"warning: not installed, so left out: {', '.join(missing)}")
+    logger = logging.getLogger(_METRICS_LOGGER)
+    setup_metric_logger(here, stage.run.path.name, str(stage.folder / "trackers"))
+
+    class Writer(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            log.append(dict(record.msg))  # type: ignore[arg-type]
+
+    with JsonlLog(stage.folder / METRICS) as log:
+        handler = Writer()
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        try:
+            yield
+        finally:
+            for listening in list(logger.handlers):
+                logger.removeHandler(listening)
+                listening.close()
+
+
+def _quiet_libraries() -> None:
+    """Keep the screen for our own bar and messages."""
+    from loguru import logger
+    from transformers.utils import logging as transformers_logging
+
+    logger.disable("speculators")
+    transformers_logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message=".*pin_memory.*no accelerator.*")
+
+
+def lead(stage_main: Callable[[], NoReturn]) -> NoReturn:
+    """The first process of torchrun, which alone keeps the stage's books."""
+    with distributed.place() as place:
+        try:
+            stage_main()
+        finally:
+            if not place.told_so_far:  # done already, or refused: the others must not wait
+                place.told(None)
+
+
+def follow() -> int:
+    """Every other process of torchrun."""
+    arguments, config = parse(None, __doc__ or "")
+    with distributed.place() as place:
+        data = place.told(None)
+        if data is not None:  # otherwise there is nothing to do, and the first process says so
+            _Loop(Stage(Run(arguments.run, config), TRAIN), data, place).run()
+    return 0
+
+
+def _worker() -> int:
+    """One of several processes, started by `run`."""
+    arguments, config = parse(None, __doc__ or "")
+    told = json.loads(os.environ[_DATA])
+    with distributed.place() as place:
+        _Loop(Stage(Run(arguments.run, config), TRAIN), Data(**{**told, "path": Path(told["path"])}), place).run()
+    return 0
+
+
+if __name__ == "__main__":
+    exit_with("04_train.py", _worker)
