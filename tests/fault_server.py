@@ -507,6 +507,8 @@ def write_shard(path: Path, states: torch.Tensor, token_ids: list[int], header: 
     from hs_connectors.fp8_utils import SCALES_KEY, quantize_tensor_to_fp8
     from safetensors.torch import save_file
 
+    if header.get("dtype") == "float32":
+        states = states.float()
     tensors = {"hidden_states": states.contiguous(), "token_ids": torch.tensor(token_ids)}
     if header.get("dtype") == "float8_e4m3":
         quantized, scales = quantize_tensor_to_fp8(states)
