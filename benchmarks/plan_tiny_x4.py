@@ -19,7 +19,7 @@ from benchmarks.common import RESULTS, ROOT, run_measured, stage_command, write_
 from eagle3_train import planning
 from eagle3_train.config import parse
 from eagle3_train.rates import read_run
-from eagle3_train.run import STAGES
+from eagle3_train.run import HIDDEN, TRACES, TRAIN, VOCAB, read_jsonl
 
 SMALL, LARGE = 100, 400
 TARGET = 0.25
@@ -35,12 +35,11 @@ def main() -> None:
             for samples in (SMALL, LARGE):
                 _run(Path(name), samples)
     predicted, took = prediction(kept(SMALL), kept(LARGE))
-    ratio = {stage: round(predicted[stage] / took[stage], 3) for stage in took}
     write_result(
         "plan_tiny_x4",
         ours={"predicted_seconds": {stage: round(value, 2) for stage, value in predicted.items()}},
         peer={"measured_seconds": {stage: round(value, 2) for stage, value in took.items()}},
-        ratio=ratio,
+        ratio={stage: round(predicted[stage] / took[stage], 3) for stage in took},
         unit="s",
         notes=[
             f"{LARGE} questions planned from the timings of {SMALL}: {kept(SMALL).name}, {kept(LARGE).name}",
@@ -56,13 +55,21 @@ def kept(samples: int) -> Path:
 
 def prediction(small: Path, large: Path) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds by stage and of `all`: of the larger run as planned from the smaller one's timings, and as it took."""
-    flags = ["--preset", str(ROOT / "presets" / "tiny.yaml"), "--max-samples", str(LARGE)]
-    _, config = parse([*flags, "--from", str(small)], "", planning.PlanArguments)
-    (options,) = planning.make_plan(config).options.values()
-    predicted = planning.seconds_by_folder(options[0])
-    measured = read_run(large, config.training.epochs)
-    took = {stage: row["seconds"] for stage in STAGES if (row := measured.last(stage))}
-    return {**predicted, "all": sum(predicted.values())}, {**took, "all": sum(took.values())}
+    flags = ["--preset", str(ROOT / "presets" / "tiny.yaml"), "--max-samples", str(LARGE), "--from", str(small)]
+    _, config = parse(flags, "", planning.PlanArguments)
+    planned = planning.make_plan(config)
+    ((whole, *_),) = planned.options.values()
+    work = planning.workload(config, LARGE, planned.length)
+    tokens = {
+        TRACES.folder: work.generated,
+        HIDDEN.folder: work.extracted,
+        VOCAB.folder: work.counted,
+        TRAIN.folder: work.trained,
+    }
+    took = {row["stage"]: row["seconds"] for row in read_jsonl(large) if row["outcome"] == "done"}
+    speeds = read_run(small, config.training.epochs).speeds
+    predicted = {stage: speeds[stage].seconds(tokens.get(stage, 0)).likely for stage in took}
+    return {**predicted, "all": whole.seconds.likely}, {**took, "all": sum(took.values())}
 
 
 def _run(folder: Path, samples: int) -> None:

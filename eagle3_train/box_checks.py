@@ -68,8 +68,14 @@ class Served(NamedTuple):
 def served(config: Config) -> list[Served]:
     """Each stage's server by the common settings, and by what its own arguments put in their place."""
     verifier, server, found = config.verifier, config.server, []
-    for stage, own in (("01b", config.generation), ("02", config.extraction), ("06", config.evaluation)):
-        given = _arguments([*server.args, *own.server_args])
+    one_pass = config.generation.capture == "one_pass"
+    capturing = config.extraction.server_args
+    for stage, own, states in (
+        ("01b", [*config.generation.server_args, *(capturing if one_pass else [])], one_pass),
+        ("02", capturing, True),
+        ("06", config.evaluation.server_args, False),
+    ):
+        given = _arguments([*server.args, *own])
         parallel = int(given.get("--tensor-parallel-size", verifier.tensor_parallel_size))
         cache, weights = given.get("--kv-cache-dtype", "auto"), given.get("--dtype", verifier.dtype)
         found.append(
@@ -79,7 +85,7 @@ def served(config: Config) -> list[Served]:
                 float(given.get("--gpu-memory-utilization", server.gpu_memory_utilization)),
                 1 if cache.startswith("fp8") else 4 if (weights if cache == "auto" else cache) == "float32" else 2,
                 int(given.get("--max-model-len", server.max_model_len)),
-                saves_states=own is config.extraction,
+                saves_states=states,
                 numa_bind="--numa-bind" in given,
             )
         )

@@ -63,6 +63,17 @@ class Speed:
     start_s: Figure
     tokens_per_s: Figure | None = None
 
+    def working(self, tokens: float) -> Range:
+        """Seconds that so many tokens take, once it has started."""
+        if self.tokens_per_s is None:
+            return Range.exactly(0)
+        rate = self.tokens_per_s.value
+        return Range(tokens / rate.high, tokens / rate.likely, tokens / rate.low)
+
+    def seconds(self, tokens: float) -> Range:
+        """Seconds of the stage from its start to its end."""
+        return self.start_s.value + self.working(tokens)
+
 
 @dataclass(frozen=True)
 class Box:
@@ -97,6 +108,12 @@ class MeasuredRun:
     def last(self, stage: str) -> dict[str, Any] | None:
         """The stage's last finished attempt."""
         return _last(self.rows, stage)
+
+    @property
+    def one_pass(self) -> bool:
+        """Whether its states were saved while the verifier answered."""
+        hidden = self.last(HIDDEN.folder)
+        return bool(hidden and hidden.get("taken_over"))
 
     @property
     def gpus(self) -> int:
