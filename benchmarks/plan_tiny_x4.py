@@ -11,6 +11,7 @@ result, so that the prediction can be drawn again without a run.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -44,6 +45,8 @@ def main() -> None:
         notes=[
             f"{LARGE} questions planned from the timings of {SMALL}: {kept(SMALL).name}, {kept(LARGE).name}",
             f"target: the whole within {TARGET:.0%}",
+            f"OMP_NUM_THREADS: {os.environ.get('OMP_NUM_THREADS', 'not set')}; "
+            "other work on the machine shows in one-off differences of a stage",
         ],
     )
 

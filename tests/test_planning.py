@@ -10,12 +10,12 @@ import json
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
+from benchmarks import plan_tiny_x4
 from eagle3_train import charts, planning, rates
 from eagle3_train.config import Config, Plan, parse
 from eagle3_train.errors import ConfigError, PipelineError
@@ -177,6 +177,23 @@ def test_one_pass_drops_the_second_load_and_the_prefill(tmp_path: Path) -> None:
     assert sum(two.values()) - sum(one.values()) == pytest.approx(100 + 20)
 
 
+def test_a_run_made_in_one_pass_is_planned_so_and_says_nothing_of_two(tmp_path: Path) -> None:
+    taken_over = row("02_hidden", 9.0, samples=90, train=80, val=10, tokens=10_800, taken_over=90, extracted_tokens=0)
+    timings(tmp_path, [taken_over if line["stage"] == "02_hidden" else line for line in SMALL])
+    flags = ("--from", str(tmp_path), "--max-samples", "100", "--generation.capture", "one_pass")
+    (options,) = make_plan(resolve(*flags)).options.values()
+    assert [str(option.way) for option in options] == ["one pass, bfloat16, whole", "one pass, float8_e4m3, whole"]
+    (generation,) = (cost for cost in options[0].costs if cost.stage == "01b generation")
+    assert generation.basis == MEASURED
+    with pytest.raises(PipelineError, match="02_hidden was never finished with work to do"):
+        make_plan(resolve(*flags[:-1], "two_pass"))
+
+
+def test_the_presets_own_way_comes_first() -> None:
+    first = planning.ways(resolve("--generation.capture", "one_pass", "--extraction.storage_dtype", "float8_e4m3"))[0]
+    assert first == Way(True, planning.FP8, False)
+
+
 def test_the_attempt_that_did_the_most_gives_the_rate(tmp_path: Path) -> None:
     resumed = [*SMALL, row("01b_traces", 90.0, traces=100, output_tokens=10_000, asked_tokens=3, asked_seconds=2.0)]
     assert seconds(projected(resumed, tmp_path, 1))["01b generation"] == pytest.approx(50)
@@ -201,6 +218,17 @@ def test_a_run_of_another_verifier_says_nothing(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("verifier: {path: tiny}\n")
     with pytest.raises(PipelineError, match="was made with the verifier tiny"):
         make_plan(resolve("--from", str(tmp_path), "--max-samples", "10"))
+
+
+def test_a_run_of_four_times_the_size_took_what_was_predicted_from_the_smaller_one() -> None:
+    predicted, took = plan_tiny_x4.prediction(
+        plan_tiny_x4.kept(plan_tiny_x4.SMALL), plan_tiny_x4.kept(plan_tiny_x4.LARGE)
+    )
+    assert predicted["all"] == pytest.approx(took["all"], rel=plan_tiny_x4.TARGET)
+    assert sum(predicted.values()) == pytest.approx(2 * predicted["all"])
+    result = json.loads((plan_tiny_x4.RESULTS / "plan_tiny_x4.json").read_text())
+    assert result["ours"]["predicted_seconds"] == pytest.approx(predicted, abs=0.01)
+    assert result["peer"]["measured_seconds"] == pytest.approx(took, abs=0.01)
 
 
 # Priors and labels --------------------------------------------------------------------------------------------------
@@ -376,16 +404,10 @@ def test_ten_times_the_samples_are_shown() -> None:
 # The command --------------------------------------------------------------------------------------------------------
 
 
-def test_the_pipelines_question_takes_one_line_and_under_a_second() -> None:
-    flags = ("--preset", "presets/tiny.yaml", "--from", str(TINY_TIMINGS), "--brief")
-    took = []
-    for _ in range(3):
-        started = time.monotonic()
-        done = plan(*flags)
-        took.append(time.monotonic() - started)
+def test_the_pipelines_question_takes_one_line() -> None:
+    done = plan("--preset", "presets/tiny.yaml", "--from", str(TINY_TIMINGS), "--brief")
     assert done.returncode == 0
     assert len(done.stdout.splitlines()) == 1
-    assert min(took) < 1
 
 
 def test_planning_imports_neither_torch_nor_vllm_nor_matplotlib() -> None:
