@@ -4,6 +4,8 @@ Reads   RUN/01_prompts
 Writes  RUN/01b_traces/traces.jsonl, errors.jsonl, server.log
 
 Starts a vLLM server with the verifier, or uses a running one (--endpoint http://127.0.0.1:8000/v1).
+With --generation.capture one_pass the hidden states are saved and checked as well, while the verifier answers
+(01b_traces/states): 02 takes them over and loads no verifier.
 Stopped at any moment, the same command asks only what is missing.
 
     python 01b_generate_synthetic.py --run runs/tiny

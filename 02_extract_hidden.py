@@ -1,10 +1,13 @@
 """02: the verifier's hidden states for every token of every trace, checked, in speculators' own layout.
 
 Reads   RUN/01_prompts (the split), RUN/01b_traces
-Writes  RUN/02_hidden/shards, index.jsonl, dataset/, errors.jsonl, server.log
+Writes  RUN/02_hidden/shards, index.jsonl, dataset/, parity.jsonl, errors.jsonl, server.log
 
-The verifier is loaded by vLLM, split over verifier.tensor_parallel_size GPUs. A token costs
-4 x hidden size x 2 bytes: 57,344 B for Kimi-K2.5. Stopped at any moment, the same command goes on.
+The verifier is loaded by vLLM, split over verifier.tensor_parallel_size GPUs, unless 01b has saved every state
+already. Before anything is kept, and at each restart, a few canaries must give the server's own log-probs, the same
+states alone and in a full batch, and those that the run began with. A token costs 4 x hidden size x 2 bytes: 57,344 B
+for Kimi-K2.5, half with --extraction.storage_dtype float8_e4m3. Stopped at any moment, by a full disk as well, the
+same command goes on.
 
     python 02_extract_hidden.py --run runs/tiny
 """

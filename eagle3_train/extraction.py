@@ -136,9 +136,7 @@ def _extract(stage: Stage) -> Result:
             chosen = set(parity.chosen(sample.id for sample in samples))
             canaries = [traces.load(sample).token_ids for sample in samples if sample.id in chosen]
             with vllm.serve(config, log=stage.folder / SERVER_LOG, extra_args=extra, what="state capture") as server:
-                started = time.monotonic()
-                asyncio.run(extract_all(missing, traces, config, server, staging, canaries, index, errors))
-                seconds = time.monotonic() - started
+                seconds = asyncio.run(extract_all(missing, traces, config, server, staging, canaries, index, errors))
     shutil.rmtree(staging)
     set_aside = sum(1 for _ in read_jsonl(errors_path))
     check_set_aside("traces", set_aside, len(samples), settings.max_set_aside, errors_path)
@@ -264,8 +262,11 @@ async def extract_all(
     canaries: list[list[int]],
     index: JsonlLog,
     errors: JsonlLog,
-) -> None:
+) -> float:
     """Pass the parity gate, then capture every sample into `shards/` beside the index; a row each in index or errors.
+
+    Returns:
+        Seconds of the samples alone.
 
     Raises:
         PipelineError: the gate is not passed, the server cannot capture this verifier or died.
@@ -279,6 +280,7 @@ async def extract_all(
     queue = iter(sorted(samples, key=lambda sample: -sample.tokens))
     async with Capturer(server, staging, expected, settings.request_timeout_s) as capturer:
         await watch_server(server, [parity.pass_gate(capturer, canaries, folder, config)])
+        started = time.monotonic()
         with bar(
             total=sum(sample.tokens for sample in samples), desc="02 states", unit="tok", unit_scale=True
         ) as progress:
@@ -298,6 +300,7 @@ async def extract_all(
                     progress.update(located.tokens)
 
             await watch_server(server, [worker() for _ in range(min(settings.concurrency, len(samples)))])
+        return time.monotonic() - started
 
 
 # The data set --------------------------------------------------------------------------------------------------------

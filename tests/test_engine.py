@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,8 +20,9 @@ from openai import OpenAI
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
+from eagle3_train import parity, verifier
 from eagle3_train import server as vllm
-from eagle3_train import verifier
+from eagle3_train.capture import Capturer, Expected, fresh_staging
 from eagle3_train.config import Config
 from eagle3_train.errors import PipelineError
 from eagle3_train.vllm_plugin import expand_per_token
@@ -49,20 +52,123 @@ def reference(tiny_verifier: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def test_states_on_disk_equal_transformers_own_at_every_layer(
     default_run: FinishedRun, reference: DeepseekV3ForCausalLM
 ) -> None:
-    layer_ids = [2, 4, 5, 8]
+    assert_states_are_transformers_own(default_run.path, reference, default_run.rows("02_hidden/index.jsonl")[:40])
+
+
+def assert_states_are_transformers_own(run: Path, reference: DeepseekV3ForCausalLM, rows: list[dict[str, Any]]) -> None:
+    """Each shard's states against transformers' at every captured layer."""
     before_norm: dict[str, torch.Tensor] = {}
-    reference.model.norm.register_forward_hook(lambda _m, inputs, _o: before_norm.update(last=inputs[0]))
-    for row in default_run.rows("02_hidden/index.jsonl")[:40]:
-        shard = load_file(default_run.path / "02_hidden" / "shards" / f"{row['id']}.safetensors")
+    hook = reference.model.norm.register_forward_hook(lambda _m, inputs, _o: before_norm.update(last=inputs[0]))
+    for row in rows:
+        shard = load_file(run / "02_hidden" / "shards" / f"{row['id']}.safetensors")
         with torch.no_grad():
             entering = reference(shard["token_ids"][None], output_hidden_states=True).hidden_states
         expected = [entering[2], entering[4], entering[5], before_norm["last"]]
-        for position, layer in enumerate(layer_ids):
+        for position, layer in enumerate([2, 4, 5, 8]):
             ours, theirs = shard["hidden_states"][:, position], expected[position][0]
             allowed = BF16_ROUNDING * theirs.abs() + 1e-5
             assert ((ours.float() - theirs).abs() <= allowed).all(), f"layer {layer} of {row['id']}"
             # All but the values on a rounding boundary are the very bits that torch rounds to.
             assert (ours == theirs.bfloat16()).float().mean() > 0.99, f"layer {layer} of {row['id']}"
+    hook.remove()
+
+
+@pytest.fixture(scope="module")
+def one_pass_run(tmp_path_factory: pytest.TempPathFactory, tiny_verifier: Path) -> FinishedRun:
+    """Stages 01, 01b and 02 with states saved while the verifier answers."""
+    path = tmp_path_factory.mktemp("one_pass") / "run"
+    said = ""
+    for script in ("01_prepare_data.py", "01b_generate_synthetic.py", "02_extract_hidden.py"):
+        flags = ("--preset", "presets/tiny.yaml", "--max-samples", "150", "--generation.capture", "one_pass")
+        done = run_stage(script, "--run", str(path), *flags)
+        assert done.returncode == 0, done.stderr[-3000:]
+        said += done.stdout
+    return FinishedRun(path, said)
+
+
+@pytest.mark.engine
+def test_states_saved_while_the_verifier_answers_are_those_of_a_prefill_and_no_second_server_starts(
+    one_pass_run: FinishedRun, reference: DeepseekV3ForCausalLM
+) -> None:
+    rows = one_pass_run.rows("02_hidden/index.jsonl")
+    traces = {row["id"]: row for row in one_pass_run.rows("01b_traces/traces.jsonl")}
+    assert len(rows) > 120
+    for row in rows:
+        trace = traces[row["id"]]
+        shard = load_file(one_pass_run.path / "02_hidden" / "shards" / f"{row['id']}.safetensors")
+        assert shard["token_ids"].tolist() == [*trace["prompt_token_ids"], *trace["output_token_ids"][:-1]]
+    assert_states_are_transformers_own(one_pass_run.path, reference, rows[:40])
+    assert not (one_pass_run.path / "02_hidden" / "server.log").exists()
+    assert "0 of them in a second pass; 0 left to 02" in one_pass_run.output
+    gate = one_pass_run.rows("01b_traces/parity.jsonl")[0]
+    assert gate["passed"]
+    assert gate["final_gap"] < 0.05
+
+
+@pytest.mark.engine
+def test_a_server_that_saves_states_samples_as_the_plain_server_does(
+    one_pass_run: FinishedRun, default_run: FinishedRun, reference: DeepseekV3ForCausalLM
+) -> None:
+    """Scored by transformers: the two means of the sampled tokens' log-probs are no further apart than chance."""
+    means, errors = [], []
+    for run in (one_pass_run, default_run):
+        scores = []
+        for trace in run.rows("01b_traces/traces.jsonl")[:120]:
+            ids, prompt = trace["prompt_token_ids"] + trace["output_token_ids"], len(trace["prompt_token_ids"])
+            with torch.no_grad():
+                logs = reference(torch.tensor([ids])).logits[0].log_softmax(-1)
+            scores.append(logs[torch.arange(prompt - 1, len(ids) - 1), torch.tensor(ids[prompt:])].mean())
+        means.append(torch.stack(scores).mean().item())
+        errors.append((torch.stack(scores).std() / len(scores) ** 0.5).item())
+    assert abs(means[0] - means[1]) < 4 * (errors[0] ** 2 + errors[1] ** 2) ** 0.5
+
+
+@pytest.mark.engine
+def test_a_real_servers_states_one_layer_early_do_not_pass_the_gate(
+    default_run: FinishedRun, tiny_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early = [2, 4, 5, 7]
+    monkeypatch.setattr(verifier, "captured_layer_ids", lambda _settings: early)
+    (tmp_path / "kept").mkdir()
+    staging = fresh_staging(tmp_path, tmp_path / "kept")
+    traces = default_run.rows("01b_traces/traces.jsonl")
+    canaries = [row["prompt_token_ids"] + row["output_token_ids"] for row in traces[:8]]
+
+    async def pass_gate(server: vllm.Server) -> None:
+        async with Capturer(server, staging, Expected.of(tiny_config), 60) as capturer:
+            await parity.pass_gate(capturer, canaries, tmp_path, tiny_config)
+
+    extra = vllm.extraction_args(tiny_config, staging)
+    with (
+        vllm.serve(tiny_config, log=tmp_path / "log", extra_args=extra) as server,
+        pytest.raises(PipelineError, match=r"log-probs \d\.\d+ away from the server's own"),
+    ):
+        asyncio.run(pass_gate(server))
+
+
+@pytest.mark.engine
+def test_extraction_killed_with_its_real_server_ends_with_the_same_states(
+    default_run: FinishedRun, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    left_out = shutil.ignore_patterns("02_hidden", "03_vocab", "04_train", "05_export", "06_eval")
+    shutil.copytree(default_run.path, run, ignore=left_out, symlinks=True)
+    command = [sys.executable, "02_extract_hidden.py", "--run", str(run), "--extraction.concurrency", "2"]
+    index = run / "02_hidden" / "index.jsonl"
+    stage = subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _wait_for(lambda: index.exists() and index.read_bytes().count(b"\n") >= 20, 180)
+    stage.kill()
+    stage.wait()
+    done = run_stage(*command[1:])
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "traces have their states already" in done.stdout
+    shards = {path.name for path in (default_run.path / "02_hidden" / "shards").iterdir()}
+    assert {path.name for path in (run / "02_hidden" / "shards").iterdir()} == shards
+    for name in shards:
+        ours, first = (load_file(path / "02_hidden" / "shards" / name) for path in (run, default_run.path))
+        assert torch.equal(ours["token_ids"], first["token_ids"])
+        distance = parity.row_distances(ours["hidden_states"], first["hidden_states"])
+        assert distance.max() < 4 * BF16_ROUNDING
 
 
 @pytest.mark.engine

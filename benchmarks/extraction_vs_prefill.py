@@ -1,0 +1,214 @@
+"""Stage 02 beside a server that only prefills, and beside `speculators generate-offline-data`: tokens a second.
+
+Samples of random token ids, 64 to 256 long, on the tiny verifier. One server without the connector is asked for one
+token after each sample, with stage 02's own client: the ceiling. One server with our connector then serves stage 02
+(request, file, every check, move, index) and `speculators generate-offline-data`, in turn, with the same most requests
+in flight. Neither the servers' start nor the parity gate nor imports are counted. Memory is that of stage 02's own
+process while it reads the traces and publishes the data set, which needs no server.
+
+    python -m benchmarks.extraction_vs_prefill [--sizes 100 1000] [--repeats 3]      about 8 minutes
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import ROOT, run_measured, spread, write_result
+from eagle3_train import server as vllm
+from eagle3_train.capture import Capturer, Expected, fresh_staging
+from eagle3_train.config import parse
+from eagle3_train.extraction import DATASET, INDEX, LINKS, SHARDS, Located, Traces, extract_all, publish, read_samples
+from eagle3_train.generation import TRACES_FILE
+from eagle3_train.prompts import PROMPTS_FILE
+from eagle3_train.run import HIDDEN, PROMPTS, TRACES, JsonlLog, Result, Run, Stage
+
+SHORTEST, LONGEST, VOCABULARY = 64, 256, 512
+MEMORY_SIZES = (1_000, 50_000)
+TARGET = 0.9
+
+
+def main() -> None:
+    """Both servers in turn; then the result file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[100, 1000], help="samples")
+    parser.add_argument("--repeats", type=int, default=3, help="of each side")
+    parser.add_argument("--publish", type=Path, help=argparse.SUPPRESS)  # the process whose memory is measured
+    given = parser.parse_args()
+    if given.publish:
+        _publish(given.publish)
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        runs = {size: _synthetic_run(folder / str(size), size) for size in given.sizes}
+        config = runs[given.sizes[0]].config
+        ceiling: dict[int, list[float]] = {size: [] for size in given.sizes}
+        ours: dict[int, list[float]] = {size: [] for size in given.sizes}
+        theirs: dict[int, list[float]] = {size: [] for size in given.sizes}
+        with vllm.serve(config, log=folder / "plain.log", extra_args=["--no-enable-prefix-caching"]) as server:
+            for size, run in runs.items():
+                for _ in range(given.repeats + 1):
+                    ceiling[size].append(asyncio.run(_prefill(run, server, folder)))
+                    print(f"{size} samples, prefill only: {ceiling[size][-1]:.0f} tokens/s", flush=True)
+        staging = fresh_staging(folder, folder / "moved")
+        extra = vllm.extraction_args(config, staging)
+        with vllm.serve(config, log=folder / "capture.log", extra_args=extra) as server:
+            for size, run in runs.items():
+                for _ in range(given.repeats + 1):
+                    ours[size].append(_stage_02(run, server, staging))
+                    print(f"{size} samples, stage 02: {ours[size][-1]:.0f} tokens/s", flush=True)
+                    theirs[size].append(_speculators(run, server, folder))
+                    print(f"{size} samples, speculators: {theirs[size][-1]:.0f} tokens/s", flush=True)
+        peaks = {size: _peak_mib(folder / f"memory-{size}", size) for size in MEMORY_SIZES}
+    # A server's first requests are slower: the first of each is left out.
+    _write(given.sizes, *({size: rates[1:] for size, rates in side.items()} for side in (ceiling, ours, theirs)), peaks)
+
+
+def _write(
+    sizes: list[int],
+    ceiling: dict[int, list[float]],
+    ours: dict[int, list[float]],
+    theirs: dict[int, list[float]],
+    peaks: dict[int, float],
+) -> None:
+    def by_size(rates: dict[int, list[float]]) -> dict[str, Any]:
+        return {str(size): spread(rates[size]) for size in sizes}
+
+    def ratios(peer: dict[int, list[float]]) -> dict[str, float]:
+        return {str(size): round(spread(ours[size])["median"] / spread(peer[size])["median"], 3) for size in sizes}
+
+    few, many = MEMORY_SIZES
+    growth = (peaks[many] - peaks[few]) * 1024 / (many - few)
+    write_result(
+        "extraction_vs_prefill",
+        ours={
+            "tokens_per_second": by_size(ours),
+            "peak_mib": {str(size): round(peak) for size, peak in peaks.items()},
+            "growth_kib_per_sample": round(growth, 2),
+        },
+        peer={"prefill_only": by_size(ceiling), "generate_offline_data": by_size(theirs)},
+        ratio={"to_prefill_only": ratios(ceiling), "to_generate_offline_data": ratios(theirs)},
+        unit="tokens/s",
+        notes=[
+            f"random token ids, {SHORTEST} to {LONGEST} a sample; medians; servers' start and the gate not counted",
+            f"targets: at least {TARGET:.0%} of prefill only, above generate-offline-data; memory flat",
+            "client, server, writer and checks share the machine's cores",
+        ],
+    )
+
+
+def _synthetic_run(path: Path, samples: int) -> Run:
+    """A run that is done up to stage 01b, with traces of random token ids."""
+    arguments = ["--run", str(path), "--preset", str(ROOT / "presets" / "tiny.yaml")]
+    _, config = parse([*arguments, "--extraction.concurrency", "32"], "")
+    run = Run(path, config)
+    path.mkdir(parents=True)
+    run.keep_config()
+    rng = random.Random(samples)
+    ids = [f"{number:016x}" for number in range(samples)]
+
+    def prompts(stage: Stage) -> Result:
+        with (stage.folder / PROMPTS_FILE).open("w") as file:
+            for number, sample_id in enumerate(ids):
+                row = {"id": sample_id, "messages": [], "source": "random", "split": "train" if number % 20 else "val"}
+                file.write(json.dumps(row) + "\n")
+        return Result([PROMPTS_FILE], {})
+
+    def traces(stage: Stage) -> Result:
+        with (stage.folder / TRACES_FILE).open("w") as file:
+            for sample_id in ids:
+                tokens = [rng.randrange(20, VOCABULARY) for _ in range(rng.randint(SHORTEST, LONGEST))]
+                row = {"id": sample_id, "prompt_token_ids": tokens[:20], "output_token_ids": tokens[20:], "flags": []}
+                file.write(json.dumps(row) + "\n")
+        return Result([TRACES_FILE], {})
+
+    for spec, work in ((PROMPTS, prompts), (TRACES, traces)):
+        stage = Stage(run, spec)
+        stage.begin(force=False)
+        stage.finish(work(stage))
+    return run
+
+
+def _samples(run: Run) -> tuple[list[Located], Path, Stage]:
+    stage = Stage(run, HIDDEN)
+    stage.folder.mkdir(exist_ok=True)
+    samples, _ = read_samples(stage)
+    return samples, run.folder("01b_traces") / TRACES_FILE, stage
+
+
+async def _prefill(run: Run, server: vllm.Server, folder: Path) -> float:
+    """Tokens a second of stage 02's client when nothing is saved."""
+    samples, path, _ = _samples(run)
+    queue = iter(sorted(samples, key=lambda sample: -sample.tokens))
+    expected = Expected.of(run.config)
+    with Traces(path) as traces:
+        async with Capturer(server, folder, expected, run.config.extraction.request_timeout_s) as client:
+
+            async def worker() -> None:
+                for located in queue:
+                    await client.prefill(traces.load(located).token_ids, located.id)
+
+            started = time.monotonic()
+            await asyncio.gather(*(worker() for _ in range(run.config.extraction.concurrency)))
+            return sum(sample.tokens for sample in samples) / (time.monotonic() - started)
+
+
+def _stage_02(run: Run, server: vllm.Server, staging: Path) -> float:
+    """Tokens a second of stage 02 from its first sample to its last row."""
+    samples, path, stage = _samples(run)
+    shutil.rmtree(stage.folder / SHARDS, ignore_errors=True)
+    (stage.folder / SHARDS).mkdir()
+    (stage.folder / INDEX).unlink(missing_ok=True)
+    with Traces(path) as traces, JsonlLog(stage.folder / INDEX) as index, JsonlLog(stage.folder / "errors") as errors:
+        canaries = [traces.load(sample).token_ids for sample in samples[:8]]
+        work = extract_all(samples, traces, run.config, server, staging, canaries, index, errors)
+        seconds = asyncio.run(work)
+    assert (stage.folder / "errors").stat().st_size == 0
+    return sum(sample.tokens for sample in samples) / seconds
+
+
+def _speculators(run: Run, server: vllm.Server, folder: Path) -> float:
+    """Tokens a second of `speculators generate-offline-data`, by its own clock."""
+    samples, path, stage = _samples(run)
+    if not (stage.folder / DATASET).exists():
+        with Traces(path) as traces:
+            publish(stage.folder, map(traces.load, sorted(samples, key=lambda sample: sample.split)))
+        shutil.rmtree(stage.folder / DATASET / LINKS)
+    shutil.rmtree(folder / "theirs", ignore_errors=True)
+    command = [str(Path(sys.executable).with_name("speculators")), "generate-offline-data"]
+    command += ["--endpoint", server.base_url, "--preprocessed-data", str(stage.folder / DATASET)]
+    command += ["--output", str(folder / "theirs"), "--concurrency", str(run.config.extraction.concurrency)]
+    said = run_measured([*command, "--fail-on-error"], log=folder / "log").output
+    found = re.search(r"Timing: ([\d.]+)s elapsed", said.replace("\n", " "))
+    if found is None or len(list((folder / "theirs").glob("hs_*.safetensors"))) != len(samples):
+        raise RuntimeError(f"speculators did not save every sample:\n{said[-2000:]}")
+    return sum(sample.tokens for sample in samples) / float(found[1])
+
+
+def _publish(path: Path) -> None:
+    _, config = parse(["--run", str(path)], "")
+    samples, traces_path, stage = _samples(Run(path, config))
+    with Traces(traces_path) as traces:
+        publish(stage.folder, map(traces.load, sorted(samples, key=lambda sample: sample.split)))
+
+
+def _peak_mib(path: Path, samples: int) -> float:
+    _synthetic_run(path, samples)
+    command = [sys.executable, "-m", "benchmarks.extraction_vs_prefill", "--publish", str(path)]
+    peak = run_measured(command, log=path.parent / "log").peak_mib
+    shutil.rmtree(path)
+    print(f"{samples} samples read and published: peak {peak:.0f} MiB", flush=True)
+    return peak
+
+
+if __name__ == "__main__":
+    main()
