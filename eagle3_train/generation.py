@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -133,12 +134,12 @@ class _Asking:
         with bar(total=len(self.prompts) + done, initial=done, desc="01b traces", unit="prompt") as progress:
             for restarts in itertools.count():
                 with self._servers() as servers:
-                    started = time.monotonic()
+                    self._started = time.monotonic()
                     try:
                         asyncio.run(self._ask_all(queue, servers, progress))
-                        return seconds + time.monotonic() - started
+                        return seconds + time.monotonic() - self._started
                     except Lost as loss:
-                        seconds += time.monotonic() - started
+                        seconds += time.monotonic() - self._started
                         if self.settings.endpoint or restarts >= self.settings.max_restarts:
                             raise PipelineError(
                                 f"{loss}\nWhat was answered is kept; the same command goes on."
@@ -155,8 +156,12 @@ class _Asking:
         if self._one_pass:
             self._staging = fresh_staging(self.stage.folder, self.stage.folder / STATES)
             extra = server_args(self.stage.config, self._staging)
-        with vllm.serve(self.stage.config, log=log, extra_args=extra) as server:
-            yield [server]
+        try:
+            with vllm.serve(self.stage.config, log=log, extra_args=extra) as server:
+                yield [server]
+        finally:
+            if self._one_pass:
+                shutil.rmtree(self._staging, ignore_errors=True)
 
     async def _ask_all(self, queue: list[dict[str, Any]], servers: list[vllm.Server], progress: Any) -> None:
         """Work `queue` off its end; what was in flight when a server is lost goes back to it."""
@@ -166,6 +171,7 @@ class _Asking:
                 states = OnePass(self.stage.config, self.stage.folder, servers[0], self._staging)
                 await stack.enter_async_context(states)
                 await answerer.run([self._pass_gate(answerer, states)])
+                self._started = time.monotonic()
 
             async def worker() -> None:
                 while queue:

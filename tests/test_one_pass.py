@@ -122,7 +122,7 @@ def test_states_saved_while_answering_are_taken_over_without_a_second_server(tmp
     run = new_run(tmp_path)
     ask(run)
     assert saved(run) == set(TRAINED)
-    assert not any((run.folder("01b_traces") / STAGING).iterdir())
+    assert not (run.folder("01b_traces") / STAGING).exists()
     result = capture(run)
     assert engine.starts == 1
     assert prefilled(engine) == {}
