@@ -115,21 +115,25 @@ class Expected:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes on disk for one token: every captured layer in the storage type, and its scale."""
-        values = len(self.layer_ids) * self.hidden_size
-        return values * _BYTES[self.storage_dtype] + _SCALE_BYTES.get(self.storage_dtype, 0)
+        """Bytes on disk for one token."""
+        return _token_bytes(len(self.layer_ids) * self.hidden_size, self.storage_dtype)
 
 
 def token_bytes(config: Config) -> int:
-    """Bytes on disk for one token of a run's states."""
-    return Expected.of(config).token_bytes
+    """Bytes on disk for one token of a run's states: every captured layer in the storage type, and its scale."""
+    layers = len(verifier.captured_layer_ids(config.verifier))
+    return _token_bytes(layers * verifier.text_config(config.verifier).hidden_size, config.extraction.storage_dtype)
+
+
+def _token_bytes(values: int, storage_dtype: str) -> int:
+    return values * _BYTES[storage_dtype] + _SCALE_BYTES.get(storage_dtype, 0)
 
 
 # The disk ------------------------------------------------------------------------------------------------------------
 
 
 class Room:
-    """The space on the disk of `folder`, asked for before each sample is; `what` names what takes it."""
+    """The space on the disk of `folder`, asked for before each sample is."""
 
     def __init__(self, folder: Path):
         self._folder = folder

@@ -25,7 +25,7 @@ from typing import Any
 from eagle3_train import charts, verifier
 from eagle3_train import server as vllm
 from eagle3_train.asking import Answerer, Lost, SetAside
-from eagle3_train.capture import disk_full_is_no_crash, fresh_staging, sample_of
+from eagle3_train.capture import Room, disk_full_is_no_crash, fresh_staging, sample_of, token_bytes
 from eagle3_train.config import Config, Extraction, Generation
 from eagle3_train.errors import PipelineError
 from eagle3_train.one_pass import ASKED, CANARY_TOKENS, STATES, OnePass, server_args
@@ -123,6 +123,7 @@ class _Asking:
         self.traces, self.errors = traces, errors
         self.tokens = self.set_aside = 0
         self._one_pass = self.settings.capture == "one_pass"
+        self._room = Room(stage.folder)
         self._held: list[dict[str, Any]] = []
         self._thinking_seen = thinking_seen
         self._check = _TokenCheck(stage.config)
@@ -155,6 +156,9 @@ class _Asking:
         log, extra = self.stage.folder / SERVER_LOG, self.settings.server_args
         if self._one_pass:
             self._staging = fresh_staging(self.stage.folder, self.stage.folder / STATES)
+            # How long an answer will be nobody knows before.
+            self._longest_bytes = self.stage.config.server.max_model_len * token_bytes(self.stage.config)
+            self._room.check(self._longest_bytes)
             extra = server_args(self.stage.config, self._staging)
         try:
             with vllm.serve(self.stage.config, log=log, extra_args=extra) as server:
@@ -227,7 +231,7 @@ class _Asking:
             if trace_id not in self.have:
                 thinking, sampling = self._thinks(trace_id), sampling_of(self.settings, trace_id)
                 if states is not None:
-                    states.check_room()
+                    self._room.check(self._longest_bytes)
                 answer, server, version = await answerer.ask(
                     messages, sampling, thinking=thinking, **(ASKED if states else {})
                 )

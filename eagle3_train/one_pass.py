@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from eagle3_train import parity
 from eagle3_train import server as vllm
 from eagle3_train.asking import SetAside
-from eagle3_train.capture import Capturer, DiskFull, Expected, Room, Sample
+from eagle3_train.capture import Capturer, DiskFull, Expected, Sample
 from eagle3_train.config import Config
 from eagle3_train.errors import PipelineError
 from eagle3_train.run import JsonlLog
@@ -54,7 +54,6 @@ class OnePass:
         self._expected = Expected.of(config)
         self._capturer = Capturer(server, staging, self._expected, config.extraction.request_timeout_s)
         self._head = parity.Head(config.verifier)
-        self._room = Room(folder)
         _, self._allowed = parity.allowed_gaps(config.extraction.storage_dtype)
         (folder / STATES).mkdir(exist_ok=True)
 
@@ -66,14 +65,6 @@ class OnePass:
     async def __aexit__(self, *exc: object) -> None:
         await self._capturer.__aexit__(*exc)
         self._index.close()
-
-    def check_room(self) -> None:
-        """Whether the longest possible sample would fit.
-
-        Raises:
-            DiskFull: it would not.
-        """
-        self._room.check(self._config.server.max_model_len * self._expected.token_bytes)
 
     async def gate(
         self, ask: Callable[[str], Awaitable[tuple[dict[str, Any], dict[str, Any]]]], ids: Sequence[str]

@@ -44,7 +44,7 @@ from tests.fault_server import (
     write_prompts,
     write_verifier,
 )
-from tests.test_extraction import Disk
+from tests.test_extraction import ShrinkingDisk
 
 # In the order of their ids: the first eight are the canaries.
 QUESTIONS = sorted((f"Question {number}?" for number in range(12)), key=prompt_id)
@@ -244,14 +244,16 @@ def test_no_room_for_states_stops_the_stage_and_no_answer_is_lost(tmp_path: Path
     assert_states_are_right(run)
 
 
-def test_no_room_for_the_next_sample_stops_the_stage_before_it_is_asked(
-    tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("looks", "starts"), [(0, 0), (1, 1)])
+def test_no_room_for_states_is_noticed_before_the_server_starts_and_before_each_sample(
+    tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch, looks: int, starts: int
 ) -> None:
     run = new_run(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _path: Disk(2**40, 2**40 - 2**29, 2**29))
+    monkeypatch.setattr(shutil, "disk_usage", ShrinkingDisk(looks))
     with pytest.raises(DiskFull, match=r"0\.50 GiB free.*make room"):
         ask(run)
-    assert set(engine.server.asked()) == set(QUESTIONS[:8]), "beyond the canaries"
+    assert engine.starts == starts
+    assert set(engine.server.asked()) == set(QUESTIONS[:8] if starts else []), "beyond the canaries"
 
 
 def test_a_sampler_that_draws_something_else_is_refused_before_anything_is_kept(tmp_path: Path, engine: Engine) -> None:
