@@ -249,10 +249,10 @@ def test_of_a_hub_id_only_the_config_and_one_kind_of_weights_are_fetched(
     flat: Checkpoint, source: Any, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     remote, cache, asked = flat.write(tmp_path / "remote"), tmp_path / "cache", []
-    (remote / "training_state.safetensors.bak").write_text("")
+    (remote / "optimizer.safetensors").write_text("")
+    torch.save(flat.tensors, remote / "pytorch_model.bin")
     if kind == "bin":
         (remote / "model.safetensors").unlink()
-        torch.save(flat.tensors, remote / "pytorch_model.bin")
     cache.mkdir()
 
     def snapshot_download(repository: str, allow_patterns: list[str]) -> str:
@@ -308,6 +308,16 @@ def test_a_head_of_its_own_is_taken_over_for_the_tokens_of_both_and_counted(
     # What is learnt from is the verifier's own head, whatever the draft's.
     assert torch.equal(model.verifier_lm_head.weight, verifiers)
     assert not model.lm_head.weight.requires_grad
+
+
+def test_the_verifiers_head_saved_in_another_type_is_still_the_verifiers(
+    flat: Checkpoint, model: Any, tmp_path: Path
+) -> None:
+    head = torch.randn(SIZE, 128, generator=torch.Generator().manual_seed(5))
+    model.lm_head.weight.data = head.clone()
+    flat.tensors["lm_head.weight"] = head.bfloat16()
+    assert load(model, flat.write(tmp_path / "draft"))["head"] == "verifier"
+    assert torch.equal(model.lm_head.weight, head)
 
 
 def test_a_draft_of_the_whole_vocabulary_starts_one_of_a_part_and_the_other_way_round(
@@ -422,6 +432,8 @@ def of_speculators(**values: Any) -> Callable[[Checkpoint], None]:
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}
+# Turns as the plain one does, up to max_position_embeddings.
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 
 
 @pytest.mark.parametrize(
@@ -438,6 +450,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
         (put(hidden_act="gelu"), r"hidden_act: 'gelu', 'silu'"),
         (put(rope_parameters={"rope_type": "default", "rope_theta": 5e4}), r"rope \(ours .*50000\.0.*, \{.*10000\.0"),
         (put(rope_parameters=YARN), r"rope \(ours is the verifier's\): \{'rope_type': 'yarn'.*\}, \{.*'default'"),
+        (put(rope_parameters=DYNAMIC), r"rope \(ours is the verifier's\): \{'rope_type': 'dynamic'"),
         (put(norm_before_residual=False), r"norm_before_residual: False, True"),
         (drop("norm_before_residual"), r"norm_before_residual: False, True"),
         (put(norm_before_fc=False), r"norm_before_fc: False, True"),
@@ -488,6 +501,22 @@ def test_all_differences_are_told_at_once(flat: Checkpoint, model: Any, tmp_path
         load(model, flat.write(tmp_path / "draft"))
     for name in ("num_attention_heads: 8, 4", "fc_norm: True, False", "rope", "auxiliary layers: [1, 2, 3]"):
         assert name in str(refused.value)
+
+
+def test_a_scaled_rope_is_compared_by_what_it_does_not_by_how_it_is_spelt(
+    flat: Checkpoint, model: Any, tmp_path: Path
+) -> None:
+    """Kimi's own YaRN, as older configs write it, with what is default left out; then without its mscale."""
+    written = YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    model.config.transformer_layer_config.rope_parameters = written
+    model.rotary_emb = type(model.rotary_emb)(model.config.transformer_layer_config)
+    del flat.config["rope_parameters"]
+    scaling = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 512, "mscale": 1, "mscale_all_dim": 1}
+    flat.config |= {"rope_theta": 10000, "rope_scaling": scaling}
+    load(model, flat.write(tmp_path / "older"))
+    del scaling["mscale"]
+    with pytest.raises(PipelineError, match=r"rope \(ours is the verifier's\)"):
+        load(model, flat.write(tmp_path / "other"))
 
 
 def test_default_layers_that_are_not_this_runs_are_refused(flat: Checkpoint, model: Any, tmp_path: Path) -> None:
