@@ -130,7 +130,14 @@ def test_the_same_states_pass_and_a_row_moved_by_a_tie_passes_too() -> None:
     parity.check_same(tie, states, "canary", "alone")
 
 
-@pytest.mark.parametrize("spoil", [shifted_from_the_middle, of_another_sample, lambda s: s[:, [0, 2, 1, 3]]])
+def two_rows_exchanged(states: torch.Tensor) -> torch.Tensor:
+    states[[20, 21]] = states[[21, 20]]
+    return states
+
+
+@pytest.mark.parametrize(
+    "spoil", [shifted_from_the_middle, of_another_sample, two_rows_exchanged, lambda s: s[:, [0, 2, 1, 3]]]
+)
 def test_states_that_depend_on_their_batch_are_refused_with_layer_and_row(
     spoil: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
