@@ -34,7 +34,7 @@ def attend(q: Tensor, keys: list[Tensor], values: list[Tensor], documents: Docum
     Returns:
         [R, Q, E].
     """
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+    if len(q) and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
         return _Joined.apply(documents, window, len(keys), q, *keys, *values)
     return _by_document(q, keys, values, documents, window)
 
@@ -125,6 +125,7 @@ def _by_document(
 ) -> Tensor:
     """The same in plain operations, one document after the other."""
     scale, group = q.shape[-1] ** -0.5, q.shape[1] // keys[0].shape[1]
+    wide = torch.promote_types(q.dtype, torch.float32)
     keys, values = ([part.repeat_interleave(group, 1) for part in parts] for parts in (keys, values))
     own = [(q * key).sum(-1) * scale for key in keys[1:]]
     mixed = []
@@ -136,7 +137,7 @@ def _by_document(
         hidden = age < 0 if window is None else (age < 0) | (age >= window)
         scores = scores.masked_fill(hidden, float("-inf"))
         later = [score[here].t()[..., None] for score in own]
-        shares = torch.cat([scores, *later], dim=-1).softmax(-1, dtype=torch.float32).to(q.dtype)
+        shares = torch.cat([scores, *later], dim=-1).softmax(-1, dtype=wide).to(q.dtype)
         out = torch.einsum("qrn,nqe->rqe", shares[..., : scores.shape[2]], values[0][all_rows])
         for place, value in enumerate(values[1:]):
             out = out + shares[..., scores.shape[2] + place].t()[..., None] * value[here]

@@ -35,7 +35,7 @@ def by_column(values: Tensor) -> tuple[Tensor, Tensor]:
     """[n, m] -> its transpose in fp8 [m, n], n padded with zeros to a multiple of 16, and scales fp32 [m, 1]."""
     scale = _scale(values, 0)
     scaled = nn.functional.pad((values.float() / scale).to(_FP8).t(), (0, -values.shape[0] % _GRANULE))
-    return scaled.contiguous(), scale.t().contiguous()
+    return scaled.contiguous(), scale.flatten()[:, None]
 
 
 def _product(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> Tensor:
@@ -86,4 +86,6 @@ class _Linear(torch.autograd.Function):
 
 def linear(rows: Tensor, weight: Weight) -> Tensor:
     """bf16 [n, in] times a weight [out, in] -> bf16 [n, out]."""
+    if not len(rows):  # of which no scale can be taken
+        return nn.functional.linear(rows, weight.plain)
     return _Linear.apply(rows, weight.plain, weight)

@@ -131,8 +131,7 @@ class TrainingStep(nn.Module):
     """Loss and metrics of one pack.
 
     Args:
-        draft: the model; its embedding, heads and the verifier's norm are cast to `dtype`, which is what they are
-            stored in anyway.
+        draft: the model; its frozen embedding and heads are cast to `dtype`, which is what they are stored in anyway.
         loss_config: from speculators' `resolve_loss_config`.
         loss_decay: weight of TTT step k is `loss_decay ** k`.
         dtype: of activations and products.
