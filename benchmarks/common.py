@@ -92,14 +92,25 @@ def spread(values: Sequence[float], digits: int = 1) -> dict[str, float | int]:
 
 
 def write_result(
-    name: str, *, ours: dict[str, Any], peer: dict[str, Any], ratio: dict[str, Any], unit: str, notes: list[str]
+    name: str,
+    *,
+    ours: dict[str, Any],
+    peer: dict[str, Any],
+    ratio: dict[str, Any],
+    unit: str,
+    notes: list[str],
+    module: str | None = None,
 ) -> None:
-    """Replace `benchmarks/results/<name>.json` and show it."""
+    """Replace `benchmarks/results/<name>.json` and show it; where $OUT names a folder, the file goes there.
+
+    Args:
+        module: the script's name, where the result has another.
+    """
     result = {
         "name": name,
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "commit": _commit(),
-        "command": " ".join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
+        "command": " ".join(["python", "-m", f"benchmarks.{module or name}", *sys.argv[1:]]),
         "hardware": hardware(),
         "versions": versions(),
         "ours": ours,
@@ -109,7 +120,7 @@ def write_result(
         "notes": notes,
     }
     text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
-    write_text(RESULTS / f"{name}.json", text)
+    write_text(Path(os.environ.get("OUT") or RESULTS) / f"{name}.json", text)
     print(text)
 
 

@@ -7,24 +7,21 @@ its Trainer's step (autocast, its AdamW or torch's Muon, clipping at 1); ours is
 
     python -m benchmarks.train_step bf16 | fp8 | muon | curve | memory | profile      1-2 minutes each on one H200
 
-Writes benchmarks/results/train_step_<what>.json, or to the folder $OUT where that is set.
+Writes benchmarks/results/train_step_<what>.json, or where $OUT names a folder there.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common import RESULTS, spread, write_result
+from benchmarks.common import spread, write_result
 from eagle3_train.muon import Muon
 from eagle3_train.packs import Packer
 from eagle3_train.step import TrainingStep
@@ -268,19 +265,18 @@ def compare(what: str) -> None:
     ]
     ours = {name: found[name] for name in found if name != "peer"}
     ratio = {name: round(side["tokens_per_s"] / found["peer"]["tokens_per_s"], 3) for name, side in ours.items()}
-    keep(f"train_step_{what}", ours=ours, peer=found["peer"], ratio=ratio, unit="tokens/s", notes=notes)
+    write_result(
+        f"train_step_{what}",
+        module="train_step",
+        ours=ours,
+        peer=found["peer"],
+        ratio=ratio,
+        unit="tokens/s",
+        notes=notes,
+    )
 
 
-def keep(name: str, **result: Any) -> None:
-    """The result file, where a device machine can bring it back from."""
-    if out := os.environ.get("OUT"):
-        Path(out, f"{name}.json").write_text(json.dumps({"name": name, "date": time.strftime("%Y-%m-%d"), **result}))
-        print(json.dumps({"name": name, **result}), flush=True)
-    else:
-        write_result(name, **result)
-
-
-def curve(steps: int = 120) -> None:
+def curve(steps: int = 80) -> None:
     """The loss after the same tokens, bf16 beside fp8 and AdamW beside both Muons, from the same weights."""
     curves = {}
     ways: dict[str, dict[str, Any]] = {
@@ -307,8 +303,9 @@ def curve(steps: int = 120) -> None:
         print(name, [round(value, 4) for value in losses[::10]], flush=True)
         del model, side
     last = {name: statistics.mean(values[-20:]) for name, values in curves.items()}
-    keep(
+    write_result(
         "train_step_curve",
+        module="train_step",
         ours={name: [round(value, 4) for value in values] for name, values in curves.items() if name != "bf16"},
         peer={"bf16": [round(value, 4) for value in curves["bf16"]]},
         ratio={
@@ -334,7 +331,15 @@ def memory() -> None:
             table[name] = {key: row[key] for key in ("peak_gib", "tokens_per_s")}
             print(name, table[name], flush=True)
             del model, side
-    keep("train_step_memory", ours=table, peer={}, ratio={}, unit="GiB", notes=[torch.cuda.get_device_name()])
+    write_result(
+        "train_step_memory",
+        module="train_step",
+        ours=table,
+        peer={},
+        ratio={},
+        unit="GiB",
+        notes=[torch.cuda.get_device_name()],
+    )
 
 
 def profile() -> None:
@@ -377,7 +382,6 @@ def main() -> None:
     parser.add_argument("what", nargs="+", choices=measurements)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
-    RESULTS.mkdir(exist_ok=True)
     for what in arguments.what:
         measurements[what]()
 
