@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.common import spread, write_result
 from eagle3_train.muon import Muon
-from eagle3_train.packs import Packer
+from eagle3_train.packs import lay_out
 from eagle3_train.step import TrainingStep
 
 HIDDEN, VOCABULARY, DRAFT_VOCABULARY, TTT_STEPS = 7168, 163840, 32000, 3
@@ -178,10 +178,16 @@ class Ours:
             self.optimizers.append(Muon([parameter for _, parameter in matrices], lr=LR, period=period))
             rest = [parameter for _, parameter in others]
         self.optimizers.append(torch.optim.AdamW(rest, lr=LR, weight_decay=0.01, fused=True))
-        self._packer = Packer(pack, TTT_STEPS, torch.bfloat16)
+        self._tokens = pack
 
     def pack(self, samples: list[Sample]) -> Any:
-        return self._packer(samples).to("cuda")
+        states = [
+            torch.cat([sample["hidden_states"], sample["verifier_last_hidden_states"]], dim=1).unflatten(1, (4, -1))
+            for sample in samples
+        ]
+        ids, masks = ([sample[name].cpu() for sample in samples] for name in ("input_ids", "loss_mask"))
+        pack = lay_out(ids, masks, torch.cat(states), pack_tokens=self._tokens, ttt_steps=TTT_STEPS)
+        return pack.to("cuda")
 
     def loss(self, pack: Any) -> torch.Tensor:
         return self.step(pack)[0]

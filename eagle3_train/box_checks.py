@@ -20,8 +20,6 @@ from typing import NamedTuple
 from eagle3_train import server as vllm
 from eagle3_train.box import Box
 from eagle3_train.config import Config
-from eagle3_train.extraction import token_bytes
-from eagle3_train.training import PREFETCHED_PACKS
 
 PASS, WARN, FAIL = "pass", "warn", "fail"
 PROJECT = Path(__file__).resolve().parent.parent
@@ -265,16 +263,12 @@ def vllm_plugin() -> Check:
 
 
 def shared_memory(config: Config, box: Box) -> Check:
-    """/dev/shm holds what vLLM's and the trainer's processes hand each other."""
-    settings, parallel = config.training, max(server.gpus for server in served(config))
-    server = RING_BYTES + parallel * NCCL_SEGMENT_BYTES if parallel > 1 else 0
-    trainer = settings.data_workers * PREFETCHED_PACKS * settings.pack_tokens * token_bytes(config)
-    need = max(server, trainer)
+    """/dev/shm holds what the processes of vLLM, and NCCL between GPUs, hand each other."""
+    parallel = max(server.gpus for server in served(config))
+    need = RING_BYTES + parallel * NCCL_SEGMENT_BYTES if parallel > 1 else 0
     found = f"{box.shared_memory_free_bytes / GIB:.1f} GiB free in /dev/shm, {need / GIB:.1f} wanted"
     if box.shared_memory_free_bytes < need:
-        remedy = f"docker run --shm-size={math.ceil(need / GIB) + 1}g, or mount -o remount,size=... /dev/shm" + (
-            f"; or fewer training.data_workers ({settings.data_workers})" if trainer > server else ""
-        )
+        remedy = f"docker run --shm-size={math.ceil(need / GIB) + 1}g, or mount -o remount,size=... /dev/shm"
         return Check("shared memory", FAIL, found, remedy)
     return Check("shared memory", PASS, found)
 

@@ -3,6 +3,7 @@
     checkpoints/step_000500/   model.safetensors (fp32: the trained weights and the head), config.json, optimizer.pt
                                (optimizers, schedules, RNG), state.json (written last: sizes of the others, metrics)
     checkpoints/checkpoint_best -> step_000500, the highest expected acceptance length of a validation
+    checkpoints/torn-step_...  what was found not whole, for a person to look at
 
 `speculators` reads model.safetensors and config.json. The verifier's embedding is not repeated in every checkpoint.
 """
@@ -25,7 +26,7 @@ from eagle3_train.run import save_tensors, write_text
 
 BEST = "checkpoint_best"  # speculators' name for it
 MODEL, CONFIG, OPTIMIZER, STATE = "model.safetensors", "config.json", "optimizer.pt", "state.json"
-_SAVING = ".saving"
+_SAVING, _REMOVING = ".saving", ".removing-"
 # Of the verifier, not of the draft.
 _NOT_SAVED = ("embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight")
 
@@ -62,12 +63,14 @@ class Checkpoints:
         self._keep = keep
 
     def whole(self) -> list[Saved]:
-        """Every checkpoint, oldest first."""
-        return [Saved.read(path) for path in sorted(self.folder.glob("step_*"))]
+        """Every whole checkpoint, oldest first."""
+        saved = [Saved.read(path) for path in self.folder.glob("step_*") if _is_whole(path)]
+        return sorted(saved, key=lambda one: one.step)
 
     def put_aside_torn(self) -> list[Path]:
         """Rename what is not whole, so that nothing goes on from it; returns the new paths."""
-        shutil.rmtree(self.folder / _SAVING, ignore_errors=True)
+        for unfinished in (self.folder / _SAVING, *self.folder.glob(f"{_REMOVING}*")):
+            shutil.rmtree(unfinished, ignore_errors=True)
         torn = []
         for path in sorted(self.folder.glob("step_*")):
             if not _is_whole(path):
@@ -110,8 +113,6 @@ class Checkpoints:
             "files": {name: (staging / name).stat().st_size for name in (MODEL, CONFIG, OPTIMIZER)},
         }
         write_text(staging / STATE, json.dumps(state, indent=1) + "\n")
-        if final.exists():
-            shutil.rmtree(final)
         os.rename(staging, final)
         self.tidy()
 
@@ -127,7 +128,10 @@ class Checkpoints:
             os.replace(link, self.folder / BEST)
         for saved in kept[: -self._keep]:
             if saved != best:
-                shutil.rmtree(saved.path)
+                # Renamed first: a kill must not leave half of it to look like a checkpoint.
+                removing = self.folder / f"{_REMOVING}{saved.path.name}"
+                os.rename(saved.path, removing)
+                shutil.rmtree(removing)
 
     def best(self) -> Saved | None:
         """The checkpoint with the highest expected acceptance length, the earliest of equals."""

@@ -315,7 +315,7 @@ class Training(Section):
     trackers: list[Literal["tensorboard", "trackio", "wandb"]] = how(["tensorboard"])
     """Where metrics go besides metrics.jsonl; one that is not installed is left out with a warning."""
     data_workers: int = how(4, ge=0)
-    """Processes that read shards, for each training process; 0 reads in the trainer."""
+    """Threads that read shards ahead, in each training process; 0 reads when a pack is needed."""
 
 
 class Export(Section):

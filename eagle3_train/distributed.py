@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -19,8 +20,13 @@ import torch.distributed as dist
 from eagle3_train.errors import PipelineError, Terminated
 from eagle3_train.server import choose_port
 
+# The signals after which a training saves and ends.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SAVING_S = 600.0  # patience with processes that save after a signal
+_ENDING_S = 10.0  # and with the others once one of them has ended
 _POLL_S = 0.1
+_SAID = 3000  # characters of a failed process's log that are shown
+_PR_SET_PDEATHSIG = 1
 _joined: list[Place] = []
 
 
@@ -108,7 +114,8 @@ def place() -> Iterator[Place]:
 def start(command: Sequence[str], processes: int, log_folder: Path, variables: dict[str, str]) -> None:
     """Run `processes` copies of `command` as one group, with these environment variables, and wait for their end.
 
-    A signal to this process is passed on; they save, then this raises it again. The end of one in error ends all.
+    A signal to this process is passed on; they save, then this raises it again. The end of one in error ends all, and
+    so does the end of this process.
 
     Raises:
         PipelineError: one failed; with the end of what it said.
@@ -123,7 +130,7 @@ def start(command: Sequence[str], processes: int, log_folder: Path, variables: d
         for process in running:
             process.terminate()
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, note) for number in STOP_SIGNALS}
     try:
         for rank, log in enumerate(logs):
             world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
@@ -133,11 +140,14 @@ def start(command: Sequence[str], processes: int, log_folder: Path, variables: d
             with log.open("wb") as errors:
                 running.append(
                     subprocess.Popen(
-                        command, env=environment, start_new_session=True,
+                        command, env=environment, start_new_session=True, preexec_fn=_die_with_parent,  # noqa: PLW1509
                         stdout=None if rank == 0 else subprocess.DEVNULL, stderr=None if rank == 0 else errors,
                     )
                 )  # fmt: skip
-        _wait(running, asked)
+        if asked:
+            for process in running:
+                process.terminate()
+        failed = _wait(running, asked)
     finally:
         for process in running:
             process.kill()
@@ -146,22 +156,38 @@ def start(command: Sequence[str], processes: int, log_folder: Path, variables: d
             signal.signal(number, handler)
     if asked:
         raise asked[0]
-    failed = [rank for rank, process in enumerate(running) if process.returncode]
     if failed:
-        said = logs[failed[0]].read_text(encoding="utf-8", errors="replace")[-3000:]
-        raise PipelineError(f"training process {failed[0]} of {processes} failed:\n{said}")
+        raise PipelineError("\n".join(_failure(rank, running[rank].returncode, logs[rank]) for rank in failed))
     for log in logs:
         log.unlink()
 
 
-def _wait(running: list[subprocess.Popen], asked: list[BaseException]) -> None:
-    """Until all have ended, one has failed, or they take too long to save."""
-    deadline: float | None = None
+def _wait(running: list[subprocess.Popen], asked: list[BaseException]) -> list[int]:
+    """Until all have ended, one has failed, or they take too long to save.
+
+    Returns:
+        Those that failed, the ones ended by a signal first: the others fail because they miss it.
+    """
+    deadline = float("inf")
     while any(process.poll() is None for process in running):
-        if any(process.poll() for process in running) and not asked:
-            return
-        if asked and deadline is None:
-            deadline = time.monotonic() + _SAVING_S
-        if deadline is not None and time.monotonic() > deadline:
-            return
+        ended = [process for process in running if process.poll()]
+        if ended and not asked:
+            break
+        if asked:
+            deadline = min(deadline, time.monotonic() + (_ENDING_S if ended else _SAVING_S))
+        if time.monotonic() > deadline:
+            break
         time.sleep(_POLL_S)
+    failed = [rank for rank, process in enumerate(running) if process.poll()]
+    return sorted(failed, key=lambda rank: running[rank].returncode > 0)
+
+
+def _failure(rank: int, code: int, log: Path) -> str:
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+    said = log.read_text(encoding="utf-8", errors="replace")[-_SAID:] if rank else "(what it said is above)"
+    return f"training process {rank} {how}\n{said}".rstrip()
+
+
+def _die_with_parent() -> None:
+    # After kill -9 of the stage its rerun must be alone with the checkpoints.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -6,13 +6,12 @@ learnt, T training-time-test (TTT) steps, A captured auxiliary layers, H hidden 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from torch.utils.data import Sampler
 
 
 @dataclass(frozen=True)
@@ -23,13 +22,14 @@ class Pack:
     learnt when token i + k + 1 is the verifier's own and of the same document.
 
     Attributes:
-        input_ids: [N + T - 1] int64; zeros at the end, so that row i of step k reads `input_ids[i + k]`.
-        aux_states: [N, A * H], inputs of the captured layers.
-        last_states: [M, H], last layer before the final norm, of the learnt rows alone.
+        input_ids: [N + T - 1] int64; row i of step k reads `input_ids[i + k]`. Zero where no token follows.
+        states: [N, A + 1, H] as stored: inputs of the captured layers, then the last layer's output.
+        scales: [N, 1, 1] fp32 of states stored in fp8, else None.
         positions: [N] int64, from 1 in each document.
         active: [R] int64, ascending rows of which anything is computed.
+        learnt: [M] int64, rows whose last state says what is learnt.
         starts: for each TTT step, [n_k] int64 places in `active` where its guesses start.
-        targets: for each TTT step, [n_k] int64 places in `last_states` of what they are compared with.
+        targets: for each TTT step, [n_k] int64 places in `learnt` of what they are compared with.
         begun: [R] bool, whether the row itself is learnt: a draft starts nowhere else when it serves.
         cu_active: [D + 1] int32 borders of the documents in `active`.
         cu_rows: [D + 1] int32 borders of the documents in the N rows.
@@ -38,10 +38,11 @@ class Pack:
     """
 
     input_ids: torch.Tensor
-    aux_states: torch.Tensor
-    last_states: torch.Tensor
+    states: torch.Tensor
+    scales: torch.Tensor | None
     positions: torch.Tensor
     active: torch.Tensor
+    learnt: torch.Tensor
     starts: tuple[torch.Tensor, ...]
     targets: tuple[torch.Tensor, ...]
     begun: torch.Tensor
@@ -73,100 +74,79 @@ class Pack:
         """Tell the allocator that `stream` uses what another stream copied here."""
         self._map(lambda tensor: tensor.record_stream(stream))
 
-    def pin_memory(self) -> Pack:
-        """Called by torch's DataLoader."""
-        return self._map(lambda tensor: tensor.pin_memory())
+
+def rows_kept(lengths: Sequence[int], pack_tokens: int) -> list[int]:
+    """How many rows of each sample fit into a pack; what does not fit is cut."""
+    kept: list[int] = []
+    for length in lengths:
+        kept.append(min(length, pack_tokens - sum(kept)))
+    return kept
 
 
-@dataclass(frozen=True)
-class Packer:
-    """Lays samples end to end; picklable, so that reading processes can do it.
+def lay_out(
+    ids: Sequence[torch.Tensor],
+    masks: Sequence[torch.Tensor],
+    states: torch.Tensor,
+    scales: torch.Tensor | None = None,
+    *,
+    pack_tokens: int,
+    ttt_steps: int,
+    whole: bool = False,
+) -> Pack:
+    """The pack of some samples whose states lie end to end already.
 
     Args:
-        pack_tokens: most tokens N; what does not fit is cut.
+        ids: of each sample [L] int64.
+        masks: of each sample [L], nonzero where the token is the verifier's own.
+        states: [N, A + 1, H], the first `rows_kept` rows of each sample.
+        scales: [N, 1, 1] of fp8 states.
+        pack_tokens: most rows.
         ttt_steps: T.
-        dtype: of the states.
         whole: compute every row (needed when a second layer attends to the first one's output).
     """
-
-    pack_tokens: int
-    ttt_steps: int
-    dtype: torch.dtype
-    whole: bool = False
-
-    def __call__(self, samples: Sequence[dict[str, torch.Tensor]]) -> Pack:
-        """Args: samples with `input_ids` [L], `hidden_states` [L, A*H], `verifier_last_hidden_states` [L, H] and
-        `loss_mask` [L], as speculators' ArrowDataset yields them."""
-        first = samples[0]
-        lengths: list[int] = []
-        for sample in samples:
-            lengths.append(max(0, min(len(sample["input_ids"]) - 1, self.pack_tokens - sum(lengths))))
-        tokens = sum(lengths)
-        ids = torch.zeros(tokens + self.ttt_steps - 1, dtype=torch.long)
-        states = torch.empty(tokens, first["hidden_states"].shape[1], dtype=self.dtype)
-        last, masks, positions = [], [], []
-        row = 0
-        for sample, length in zip(samples, lengths, strict=True):
-            ids[row : row + length] = sample["input_ids"][1 : length + 1]
-            states[row : row + length] = sample["hidden_states"][:length]
-            mask = sample["loss_mask"][1 : length + 1].bool()
-            last.append(sample["verifier_last_hidden_states"][1 : length + 1][mask].to(self.dtype))
-            masks.append(mask)
-            positions.append(torch.arange(1, length + 1))
-            row += length
-        return Pack(
-            input_ids=ids,
-            aux_states=states,
-            last_states=torch.cat(last),
-            positions=torch.cat(positions),
-            **self._rows(masks, lengths),
-        )
-
-    def _rows(self, masks: list[torch.Tensor], lengths: list[int]) -> dict[str, Any]:
-        """Which rows are active, and where each step's guesses start and what they are compared with."""
-        active: list[torch.Tensor] = []
-        starts: list[list[torch.Tensor]] = [[] for _ in range(self.ttt_steps)]
-        targets: list[list[torch.Tensor]] = [[] for _ in range(self.ttt_steps)]
-        active_rows = learnt_rows = 0
-        borders = [0]
-        for mask, length in zip(masks, lengths, strict=True):
-            learnt = mask.nonzero().flatten()
-            offset = sum(lengths[: len(active)])
-            first = 0 if self.whole else length
-            if len(learnt) and not self.whole:
-                first = max(0, int(learnt[0]) - self.ttt_steps + 1)
-            for step in range(self.ttt_steps):
-                inside = learnt >= step
-                starts[step].append(learnt[inside] - step - first + active_rows)
-                targets[step].append(inside.nonzero().flatten() + learnt_rows)
-            active.append(torch.arange(first, length) + offset)
-            active_rows += length - first
-            learnt_rows += len(learnt)
-            borders.append(active_rows)
-        rows = torch.cat(active)
-        return {
-            "active": rows,
-            "starts": tuple(torch.cat(parts) for parts in starts),
-            "targets": tuple(torch.cat(parts) for parts in targets),
-            "begun": torch.cat(masks)[rows],
-            "cu_active": torch.tensor(borders, dtype=torch.int32),
-            "cu_rows": torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32),
-            "longest_active": max(b - a for a, b in pairwise(borders)),
-            "longest": max(lengths),
-        }
-
-
-class GivenOrder(Sampler[list[int]]):
-    """A batch sampler that yields exactly the packs it is given."""
-
-    def __init__(self, packs: Sequence[Sequence[int]]):
-        self._packs = packs
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return ([int(row) for row in pack] for pack in self._packs)
-
-    def __len__(self) -> int:
-        return len(self._packs)
+    lengths = rows_kept([len(sample) for sample in ids], pack_tokens)
+    following = torch.zeros(sum(lengths) + ttt_steps - 1, dtype=torch.long)
+    active, learnt, begun, positions = [], [], [], []
+    starts: list[list[torch.Tensor]] = [[] for _ in range(ttt_steps)]
+    targets: list[list[torch.Tensor]] = [[] for _ in range(ttt_steps)]
+    active_borders, learnt_rows = [0], 0
+    for sample, mask, length, row in zip(ids, masks, lengths, accumulate(lengths, initial=0), strict=False):
+        known = min(length, len(sample) - 1)
+        following[row : row + known] = sample[1 : known + 1]
+        positions.append(torch.arange(1, length + 1))
+        own = torch.zeros(length, dtype=torch.bool)  # whether the token after a row is learnt: its state must be here
+        own[:-1] = mask[1:length] != 0
+        places = own.nonzero().flatten()
+        first = max(0, length - 1)
+        if len(places):
+            first = max(0, int(places[0]) - ttt_steps + 1)
+        if whole:
+            first = 0
+        for step in range(ttt_steps):
+            inside = places >= step
+            starts[step].append(places[inside] - step - first + active_borders[-1])
+            targets[step].append(inside.nonzero().flatten() + learnt_rows)
+        active.append(torch.arange(first, length) + row)
+        begun.append(own[first:])
+        learnt.append(places + 1 + row)
+        learnt_rows += len(places)
+        active_borders.append(active_borders[-1] + length - first)
+    borders = list(accumulate(lengths, initial=0))
+    return Pack(
+        input_ids=following,
+        states=states,
+        scales=scales,
+        positions=torch.cat(positions),
+        active=torch.cat(active),
+        learnt=torch.cat(learnt),
+        starts=tuple(torch.cat(parts) for parts in starts),
+        targets=tuple(torch.cat(parts) for parts in targets),
+        begun=torch.cat(begun),
+        cu_active=torch.tensor(active_borders, dtype=torch.int32),
+        cu_rows=torch.tensor(borders, dtype=torch.int32),
+        longest_active=max(b - a for a, b in pairwise(active_borders)),
+        longest=max(lengths),
+    )
 
 
 @dataclass(frozen=True)

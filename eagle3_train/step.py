@@ -175,10 +175,15 @@ class TrainingStep(nn.Module):
         draft = self.draft
         layers = self._layers(pack)
         documents = Documents(pack.cu_active, pack.cu_rows, pack.longest_active, pack.longest)
+        states = self._states(pack)
         with torch.no_grad():
-            normed = _rms_norm(pack.last_states, draft.verifier_norm.weight, draft.verifier_norm.variance_epsilon)
+            normed = _rms_norm(
+                states[:, -1][pack.learnt].to(self._dtype),
+                draft.verifier_norm.weight,
+                draft.verifier_norm.variance_epsilon,
+            )
             targets = nn.functional.linear(normed, draft.verifier_lm_head.weight)
-        rows = self._projected_states(pack)
+        rows = self._projected(states[:, :-1].flatten(1))
         chain = _Chain(pack, targets) if measure else None
         total = rows.new_zeros((), dtype=torch.float32)
         metrics: Metrics = {}
@@ -226,9 +231,17 @@ class TrainingStep(nn.Module):
             layers.append(layer)
         return layers
 
-    def _projected_states(self, pack: Pack) -> Tensor:
+    def _states(self, pack: Pack) -> Tensor:
+        """[N, A + 1, H], out of fp8 where they are stored so."""
+        if pack.scales is None:
+            return pack.states
+        from hs_connectors.fp8_utils import dequantize_fp8_tensor
+
+        return dequantize_fp8_tensor(pack.states, pack.scales, self._dtype)
+
+    def _projected(self, states: Tensor) -> Tensor:
         """The captured states [N, A * H] through the draft's fc -> [N, H]."""
-        draft, states, scale = self.draft, pack.aux_states.to(self._dtype), None
+        draft, scale = self.draft, None
         if draft.input_norm is not None:
             states = _scaled_rows(states, draft.input_norm.variance_epsilon, self._dtype)
             scale = draft.input_norm.weight
@@ -236,7 +249,7 @@ class TrainingStep(nn.Module):
             each = states.unflatten(1, (len(draft.fc_norm), -1))
             states = _scaled_rows(each, draft.fc_norm[0].variance_epsilon, self._dtype).flatten(1)
             scale = torch.cat([norm.weight for norm in draft.fc_norm])
-        return _times(states, self._weight(scale, (0, draft.fc.in_features), draft.fc.weight))
+        return _times(states.to(self._dtype), self._weight(scale, (0, draft.fc.in_features), draft.fc.weight))
 
     def _ttt_step(
         self, rows: Tensor, step: int, layers: list[_Layer], pack: Pack, documents: Documents

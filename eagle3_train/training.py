@@ -15,20 +15,20 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from eagle3_train import charts, verifier, vocabulary
 from eagle3_train.config import Config
 from eagle3_train.errors import PipelineError
-from eagle3_train.extraction import DATASET, LINKS
+from eagle3_train.extraction import DATASET
 from eagle3_train.progress import bar
 from eagle3_train.run import TRAIN, Result, Stage, StageSpec, read_jsonl
+from eagle3_train.shards import LINKS
 
 if TYPE_CHECKING:
     from eagle3_train.vocabulary import VocabMap
 
 CHECKPOINTS, METRICS, CURVES = "checkpoints", "metrics.jsonl", "curves.png"
-PREFETCHED_PACKS = 4  # that each reading process keeps ready
 _VALIDATION_SHARE = 0.1  # of prepared data that names no split: speculators' own default
 
 
@@ -43,14 +43,12 @@ class Data:
 
     Attributes:
         path: a data set in speculators' format; its first `train` rows are trained on, the last `val` validate.
-        train_tokens: tokens of the training rows.
         cut: training rows longer than a pack.
     """
 
     path: Path
     train: int
     val: int
-    train_tokens: int
     cut: int
 
 
@@ -76,28 +74,30 @@ def check_data(stage: Stage) -> Data:
     Raises:
         PipelineError: naming the first shard that will not do.
     """
-    prepared = stage.config.training.prepared_data
-    dataset = Path(prepared) if prepared else stage.input("02_hidden") / DATASET
+    config = stage.config
+    prepared = config.training.prepared_data
     return check_dataset(
-        dataset, verifier.captured_layer_ids(stage.config.verifier), stage.config.training.pack_tokens,
-        remedy="prepare it again" if prepared else "rerun 02_extract_hidden.py",
-    )  # fmt: skip
+        Path(prepared) if prepared else stage.input("02_hidden") / DATASET,
+        verifier.captured_layer_ids(config.verifier),
+        verifier.text_config(config.verifier).hidden_size,
+        config.training.pack_tokens,
+        remedy="prepare it again for this verifier" if prepared else "rerun 02_extract_hidden.py",
+    )
 
 
-def check_dataset(dataset: Path, layer_ids: list[int], pack_tokens: int, remedy: str) -> Data:
+def check_dataset(dataset: Path, layer_ids: list[int], hidden_size: int, pack_tokens: int, remedy: str) -> Data:
     """See `check_data`. speculators drops what it cannot read without a word, and a short shard shifts every later
     document of a pack."""
     import datasets
     from safetensors import SafetensorError, safe_open
 
     try:
-        table = datasets.load_from_disk(str(dataset)).with_format(None)
+        table = datasets.load_from_disk(str(dataset))
     except (OSError, ValueError) as error:
         raise PipelineError(f"{dataset}: no data set in speculators' format ({error}); {remedy}") from None
-    splits = table["split"] if "split" in table.column_names else None
-    train_tokens = cut = 0
-    rows = table.select_columns(["input_ids", "seq_len"])
-    train = sum(split == "train" for split in splits) if splits else int(len(table) * (1 - _VALIDATION_SHARE))
+    train = _training_rows(table, dataset, remedy)
+    cut = 0
+    rows = table.with_format(None).select_columns(["input_ids", "seq_len"])
     for number, row in enumerate(bar(rows, desc="04 checking shards", unit="shard")):
         path = dataset / LINKS / f"hs_{number}.safetensors"
         try:
@@ -107,19 +107,39 @@ def check_dataset(dataset: Path, layer_ids: list[int], pack_tokens: int, remedy:
                 layers = json.loads((shard.metadata() or {}).get("layer_ids", "null"))
         except (SafetensorError, OSError) as error:
             raise PipelineError(f"{path.resolve()}: not a whole shard ({error}); {remedy}") from None
-        if shape[0] != row["seq_len"] or shape[1] != len(layer_ids) or layers not in (None, layer_ids):
+        wanted = [row["seq_len"], len(layer_ids), hidden_size]
+        if shape != wanted or layers not in (None, layer_ids):
             raise PipelineError(
-                f"{path.resolve()}: {shape[0]} tokens of {shape[1]} layers {layers or '(not named)'}, but its row has "
-                f"{row['seq_len']} tokens and this verifier's layers are {layer_ids}; {remedy}"
+                f"{path.resolve()}: states {shape} of layers {layers or '(not named)'}, wanted {wanted} [tokens of its "
+                f"row, layers, this verifier's hidden size] of layers {layer_ids}; {remedy}"
             )
-        if ids != row["input_ids"]:
+        if ids != row["input_ids"] or len(ids) != row["seq_len"]:
             raise PipelineError(f"{path.resolve()}: a shard of other tokens than its row; {remedy}")
-        if number < train:
-            train_tokens += row["seq_len"]
-            cut += row["seq_len"] - 1 > pack_tokens
-    if not 0 < train < len(table):
-        raise PipelineError(f"{dataset}: {len(table)} rows leave none to train on, or none to validate on; {remedy}")
-    return Data(dataset, train, len(table) - train, train_tokens, cut)
+        cut += number < train and row["seq_len"] - 1 > pack_tokens
+    return Data(dataset, train, len(table) - train, cut)
+
+
+def _training_rows(table: Any, dataset: Path, remedy: str) -> int:
+    """How many of its first rows are trained on.
+
+    Raises:
+        PipelineError: not a table that speculators reads, or its rows are not training first, then validation.
+    """
+    columns = table.column_names
+    if missing := {"input_ids", "loss_mask", "seq_len"} - set(columns):
+        raise PipelineError(f"{dataset}: it has columns {columns}, but not {sorted(missing)}; {remedy}")
+    if table.format["type"] != "torch":
+        raise PipelineError(f"{dataset}: its columns are not in torch's format, which speculators reads; {remedy}")
+    rows = len(table)
+    train = int(rows * (1 - _VALIDATION_SHARE))
+    if "split" in columns:
+        splits = table.with_format(None)["split"]
+        train = sum(split == "train" for split in splits)
+        if list(splits) != ["train"] * train + ["val"] * (rows - train):
+            raise PipelineError(f"{dataset}: its splits must be train in the first rows, val in the last; {remedy}")
+    if not 0 < train < rows:
+        raise PipelineError(f"{dataset}: {rows} rows leave none to train on, or none to validate on; {remedy}")
+    return train
 
 
 def draft_vocabulary(stage: Stage, data: Data) -> VocabMap:

@@ -18,13 +18,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from eagle3_train import distributed, verifier
@@ -35,14 +36,14 @@ from eagle3_train.distributed import Place
 from eagle3_train.draft import build_draft
 from eagle3_train.errors import PipelineError, Terminated
 from eagle3_train.muon import Muon
-from eagle3_train.packs import GivenOrder, Order, Pack, Packer, order
+from eagle3_train.packs import Order, Pack, order
 from eagle3_train.progress import bar
 from eagle3_train.run import TRAIN, JsonlLog, Run, Stage
+from eagle3_train.shards import Shards
 from eagle3_train.step import TrainingStep, expected_acceptance_length, summarise
-from eagle3_train.training import CHECKPOINTS, METRICS, PREFETCHED_PACKS, Data, draft_vocabulary, draw_curves
+from eagle3_train.training import CHECKPOINTS, METRICS, Data, draft_vocabulary, draw_curves
 
 if TYPE_CHECKING:
-    from torch.utils.data import DataLoader
     from tqdm import tqdm
 
 _CLIP = 1.0
@@ -58,8 +59,10 @@ def run(stage: Stage, data: Data) -> tuple[int, dict[str, float]]:
     Returns:
         All optimizer steps, and this attempt's seconds and trained tokens.
     """
-    wanted = stage.config.training.processes or min(torch.cuda.device_count() or 1, stage.config.training.batch_size)
-    resumed = _steps_made(stage)
+    settings = stage.config.training
+    wanted = settings.processes or min(torch.cuda.device_count() or 1, settings.batch_size)
+    whole = Checkpoints(stage.folder / CHECKPOINTS, settings.keep_checkpoints).whole()
+    made = whole[-1].step if whole else 0
     started = time.monotonic()
     if wanted == 1 or distributed.under_torchrun():
         with distributed.place() as place:
@@ -69,45 +72,44 @@ def run(stage: Stage, data: Data) -> tuple[int, dict[str, float]]:
         told = json.dumps({**asdict(data), "path": str(data.path)})
         distributed.start(command, wanted, stage.folder, {_DATA: told})
         timing = {"training_seconds": round(time.monotonic() - started, 2)}
-    steps = len(_order(stage.config, data).steps)
-    share = (steps - resumed) / steps
-    trained = data.train_tokens * stage.config.training.epochs * share
-    return steps, {**timing, "trained_tokens": round(trained)}
-
-
-def _steps_made(stage: Stage) -> int:
-    whole = Checkpoints(stage.folder / CHECKPOINTS, 1).whole()
-    return whole[-1].step if whole else 0
+    steps = _order(stage.config, data).steps
+    lengths = _shards(stage.config, data, "train").lengths
+    rows = [row for step in steps[made:] for pack in step for row in pack]
+    return len(steps), {**timing, "trained_tokens": sum(min(lengths[row], settings.pack_tokens) for row in rows)}
 
 
 def _order(config: Config, data: Data) -> Order:
     settings = config.training
-    lengths = _rows(config, data, "train").approx_lengths
+    lengths = _shards(config, data, "train").lengths
     warnings.filterwarnings("ignore", message=".*longer than batch_max_length")  # counted by the stage
     return order(lengths, settings.pack_tokens, settings.batch_size, settings.epochs, settings.seed, settings.max_steps)
 
 
-def _rows(config: Config, data: Data, split: str) -> Any:
-    from speculators.train.data import ArrowDataset
-
-    return ArrowDataset(
-        max_len=config.training.pack_tokens,
-        datapath=data.path,
-        on_missing="raise",
-        # The rows are ordered train, then val; the half row keeps the boundary whole in floating point.
-        train_ratio=(data.train + 0.5) / (data.train + data.val),
-        split=split,  # type: ignore[arg-type]
-        hidden_states_dtype=getattr(torch, config.training.dtype),
+def _shards(config: Config, data: Data, split: str) -> Shards:
+    first, count = (0, data.train) if split == "train" else (data.train, data.val)
+    return Shards(
+        data.path,
+        first,
+        count,
+        pack_tokens=config.training.pack_tokens,
+        ttt_steps=config.training.ttt_steps,
+        whole=config.draft.num_layers > 1,
+        pinned=torch.cuda.is_available(),
     )
 
 
 @dataclass
 class _Progress:
-    """Of the interval since the last logged step."""
+    """Since the last logged step.
+
+    Attributes:
+        tokens: of this process.
+        losses: this process's share of the loss of each step; not finite where the gradient is not.
+    """
 
     since: float
     tokens: int = 0
-    steps: int = 0
+    losses: list[torch.Tensor] = field(default_factory=list)
 
 
 class _Loop:
@@ -137,11 +139,13 @@ class _Loop:
         if self.resumed is not None:
             self.made = self.resumed.step
             self._load_state(self.resumed.path / OPTIMIZER)
+        best = self.checkpoints.best()
+        self._best = best.expected_acceptance_length if best else None
         packs, self.weights = self.order.of_rank(place.rank, place.ranks, self.made)
-        self.loader = _loader(stage.config, data, "train", packs)
-        validation = order(_rows(stage.config, data, "val").approx_lengths, self.settings.pack_tokens, 1, 1, 0, None)
+        self.packs = _shards(stage.config, data, "train").packs(packs, self.settings.data_workers)
+        self.validation_shards = _shards(stage.config, data, "val")
+        validation = order(self.validation_shards.lengths, self.settings.pack_tokens, 1, 1, 0, None)
         self.validation = [step[0] for step in validation.steps]
-        self.validation_loader = _loader(stage.config, data, "val", self.validation[place.rank :: place.ranks])
 
     def run(self) -> dict[str, float]:
         """Train from where it stands to the end."""
@@ -150,28 +154,29 @@ class _Loop:
             print(f"going on after step {self.made} of {total}")
         started = time.monotonic()
         progress = bar(total=total, initial=self.made, desc="04 training", unit="step", disable=not self.place.first)
-        packs = _on_device(self.loader, self.place.device)
+        packs = _on_device(self.packs, self.place.device)
         logged = _metrics_log(self.stage) if self.place.first else contextlib.nullcontext()
         with progress, logged, _stop_requests() as stop:
             interval = _Progress(time.monotonic())
             for weights in self.weights:
-                loss = self._optimize(packs, weights, interval)
-                self._log(loss, interval, progress)
+                self._optimize(packs, weights, interval)
+                stopping = self.place.any(bool(stop))
+                validating = self.made == total or self._validates()
+                saving = validating or stopping or self.made % self.settings.checkpoint_steps == 0
+                if saving or self._is_logged():
+                    self._log(interval, progress)
                 progress.update()
-                last = self.made == total
-                if last or self._validates():
-                    self._validate()
-                    interval = _Progress(time.monotonic())
-                elif self.made % self.settings.checkpoint_steps == 0:
-                    self._save(None)
-                if self.place.any(bool(stop)):
-                    if not last:
-                        self._save_unless_saved()
-                    raise stop[0] if stop else Terminated()
+                if saving:
+                    self._save(self._validate() if validating else None)
+                    interval.since = time.monotonic()
+                if stopping:
+                    break
+            if self.place.any(bool(stop)):
+                raise stop[0] if stop else Terminated()
         return {"training_seconds": round(time.monotonic() - started, 2)}
 
-    def _optimize(self, packs: Iterator[Pack], weights: list[float], interval: _Progress) -> torch.Tensor:
-        """One optimizer step; returns this process's share of the loss."""
+    def _optimize(self, packs: Iterator[Pack], weights: list[float], interval: _Progress) -> None:
+        """One optimizer step."""
         total = torch.zeros((), device=self.place.device)
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
@@ -185,31 +190,41 @@ class _Loop:
                 (loss * (weight * self.place.ranks)).backward()
             total += loss.detach() * weight
             interval.tokens += pack.tokens if weight else 0
-        nn.utils.clip_grad_norm_(self.draft.parameters(), _CLIP)
+        norm = nn.utils.clip_grad_norm_(self.draft.parameters(), _CLIP)
         for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
             optimizer.step()
             schedule.step()
         self.made += 1
-        interval.steps += 1
-        return total
+        interval.losses.append(torch.where(norm.isfinite(), total, norm))
 
-    def _log(self, loss: torch.Tensor, interval: _Progress, progress: tqdm) -> None:
-        if self.place.device.type == "cuda" and self.made % _LOG_EVERY_STEPS_ON_GPU and self.made > 1:
-            return
-        found = self.place.total({"loss": loss, "tokens": torch.tensor(float(interval.tokens), device=loss.device)})
-        if not math.isfinite(found["loss"]):
-            raise PipelineError(
-                f"step {self.made}: the loss is {found['loss']}. Rows of its packs: {self.order.steps[self.made - 1]}. "
-                "Look at those shards (rerun 02_extract_hidden.py), or lower training.lr"
-            )
+    def _is_logged(self) -> bool:
+        return self.place.device.type != "cuda" or self.made == 1 or self.made % _LOG_EVERY_STEPS_ON_GPU == 0
+
+    def _log(self, interval: _Progress, progress: tqdm) -> None:
+        """Tell the metrics since the last time; always before weights are saved.
+
+        Raises:
+            PipelineError: a loss or gradient is not finite, with the rows it came from.
+        """
+        first = self.made - len(interval.losses)
+        shares = {str(step): loss for step, loss in enumerate(interval.losses, first)}
+        tokens = torch.tensor(float(interval.tokens), device=self.place.device)
+        found = self.place.total({"tokens": tokens, **shares})
+        for step in range(first, self.made):
+            if not math.isfinite(found[str(step)]):
+                raise PipelineError(
+                    f"step {step + 1}: the loss or its gradient is not finite. Rows of its packs: "
+                    f"{self.order.steps[step]}. Look at those shards (rerun 02_extract_hidden.py), or lower training.lr"
+                )
+        loss = found[str(self.made - 1)]
         now = time.monotonic()
         seconds = now - interval.since
-        rate, steps_per_s = found["tokens"] / seconds, interval.steps / seconds
-        interval.since, interval.tokens, interval.steps = now, 0, 0
+        rate, steps_per_s = found["tokens"] / seconds, len(interval.losses) / seconds
+        interval.since, interval.tokens, interval.losses = now, 0, []
         epoch = self.order.epoch(self.made - 1)
         self._tell(
             {
-                "train": {"loss": found["loss"]},
+                "train": {"loss": loss},
                 "lr": self.schedules[-1].get_last_lr()[0],
                 "tokens_per_s": round(rate, 1),
                 "steps_per_s": round(steps_per_s, 4),
@@ -217,7 +232,7 @@ class _Loop:
             }
         )
         progress.set_postfix_str(
-            f"epoch {epoch + 1}/{len(self.order.epoch_ends)}, loss {found['loss']:.3f}, {rate:,.0f} tok/s"
+            f"epoch {epoch + 1}/{len(self.order.epoch_ends)}, loss {loss:.3f}, {rate:,.0f} tok/s"
             + (f", acceptance {self._best:.2f}" if self._best else ""),
             refresh=False,
         )
@@ -229,23 +244,27 @@ class _Loop:
         if self.place.first:
             logging.getLogger(_METRICS_LOGGER).info(row, extra={"step": self.made})
 
-    _best: float | None = None
-
     def _validates(self) -> bool:
         every = self.settings.validation_steps
         return self.made % every == 0 if every else self.made in self.order.epoch_ends
 
     @torch.no_grad()
-    def _validate(self) -> None:
-        """Validate on all processes, save, and redraw the picture."""
+    def _validate(self) -> dict[str, float]:
+        """Metrics of the validation packs, of all processes."""
         step = self.step.module if isinstance(self.step, nn.parallel.DistributedDataParallel) else self.step
         sums: dict[str, torch.Tensor] = {}
-        for pack in _on_device(self.validation_loader, self.place.device):
+        own = self.validation[self.place.rank :: self.place.ranks]
+        for pack in _on_device(self.validation_shards.packs(own, self.settings.data_workers), self.place.device):
             for name, value in step(pack, measure=True)[1].items():
                 sums[name] = sums.get(name, torch.zeros_like(value)) + value
         if not sums:  # fewer packs than processes
             sums = self._no_sums()
         metrics = summarise(self.place.total(dict(sorted(sums.items()))), len(self.validation), self.settings.ttt_steps)
+        if not math.isfinite(metrics["loss"]):
+            raise PipelineError(
+                f"step {self.made}: the validation loss is not finite, though the training loss is. Look at the shards "
+                "of the validation rows (rerun 02_extract_hidden.py)"
+            )
         expected = expected_acceptance_length(metrics, self.settings.ttt_steps)
         sampled = expected_acceptance_length(metrics, self.settings.ttt_steps, "sampled_acc")
         self._tell(
@@ -258,22 +277,16 @@ class _Loop:
                 **self._when(),
             }
         )
-        self._save(metrics)
-        best = self.checkpoints.best()
-        self._best = best.expected_acceptance_length if best else None
+        self._best = max(expected, self._best or 0)
         if self.place.first:
             draw_curves(self.stage.folder, self.settings.ttt_steps)
+        return metrics
 
     def _no_sums(self) -> dict[str, torch.Tensor]:
         names = ["loss"]
         for step in range(self.settings.ttt_steps):
             names += [f"loss_{step}", *(f"drafts_{kind}{step}" for kind in ("", "right_before_", "right_", "sampled_"))]
         return {name: torch.zeros((), device=self.place.device) for name in names}
-
-    def _save_unless_saved(self) -> None:
-        whole = self.checkpoints.whole()
-        if not whole or whole[-1].step != self.made:
-            self._save(None)
 
     def _save(self, metrics: dict[str, float] | None) -> None:
         expected = None if metrics is None else expected_acceptance_length(metrics, self.settings.ttt_steps)
@@ -324,10 +337,16 @@ def _make_step(draft: Any, config: Config, place: Place) -> nn.Module:
         step, device_ids=[place.device] if place.device.type == "cuda" else None, gradient_as_bucket_view=True
     )
     if settings.gradients == "bfloat16":
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-
-        wrapped.register_comm_hook(None, bf16_compress_hook)
+        wrapped.register_comm_hook(None, _mean_in_bfloat16)
     return wrapped
+
+
+def _mean_in_bfloat16(_state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """torch's bf16_compress_hook, which refuses to run on a CPU."""
+    gradients = bucket.buffer()
+    sent = gradients.bfloat16().div_(dist.get_world_size())
+    summed = dist.all_reduce(sent, async_op=True).get_future()  # type: ignore[union-attr]
+    return summed.then(lambda done: gradients.copy_(done.value()[0]))
 
 
 def _optimizers(draft: Any, config: Config) -> list[torch.optim.Optimizer]:
@@ -356,31 +375,6 @@ def _schedule(optimizer: torch.optim.Optimizer, config: Config, steps: int) -> t
     return get_scheduler(name, optimizer, num_warmup_steps=int(steps * settings.warmup_ratio), num_training_steps=steps)
 
 
-def _loader(config: Config, data: Data, split: str, packs: list[list[int]]) -> DataLoader:
-    from torch.utils.data import DataLoader
-
-    settings = config.training
-    workers = settings.data_workers if packs else 0
-    packer = Packer(
-        settings.pack_tokens, settings.ttt_steps, getattr(torch, settings.dtype), whole=config.draft.num_layers > 1
-    )
-    return DataLoader(
-        _rows(config, data, split),
-        batch_sampler=GivenOrder(packs),
-        collate_fn=packer,
-        num_workers=workers,
-        prefetch_factor=PREFETCHED_PACKS if workers else None,
-        pin_memory=torch.cuda.is_available(),
-        multiprocessing_context="spawn" if workers else None,
-        worker_init_fn=_one_thread if workers else None,
-        persistent_workers=bool(workers) and split == "val",
-    )
-
-
-def _one_thread(_worker: int) -> None:
-    torch.set_num_threads(1)
-
-
 def _on_device(packs: Iterable[Pack], device: torch.device) -> Iterator[Pack]:
     """Packs on the device, each copied there while the one before it is computed."""
     if device.type != "cuda":
@@ -401,13 +395,13 @@ def _on_device(packs: Iterable[Pack], device: torch.device) -> Iterator[Pack]:
 
 @contextmanager
 def _stop_requests() -> Iterator[list[BaseException]]:
-    """Collects Ctrl-C and SIGTERM, to be obeyed between two steps, where weights and optimizer agree."""
+    """Collects Ctrl-C, SIGTERM and SIGHUP, to be obeyed between two steps, where weights and optimizer agree."""
     asked: list[BaseException] = []
 
     def note(number: int, _frame: FrameType | None) -> None:
         asked.append(KeyboardInterrupt() if number == signal.SIGINT else Terminated())
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, note) for number in distributed.STOP_SIGNALS}
     try:
         yield asked
     finally:
