@@ -160,6 +160,12 @@ def test_an_update_is_as_large_as_adamws() -> None:
         assert moved == pytest.approx(0.2 * 0.01, rel=0.25)
 
 
+def test_a_step_leaves_the_gradient_as_it_was() -> None:
+    (parameter,) = parameters_of((8, 12))
+    walk(Muon([parameter], lr=0.1), [parameter], range(1))
+    assert torch.equal(parameter.grad, drawn((8, 12), seed=0))
+
+
 def test_weight_decay_is_decoupled_from_the_gradient() -> None:
     (parameter,) = parameters_of((8, 12))
     start = parameter.detach().clone()
