@@ -140,9 +140,8 @@ def test_every_script_is_a_door_with_a_header_that_says_what_it_is() -> None:
         assert lines[0].startswith('"""'), script
 
 
+@pytest.mark.usefixtures("kimi")  # its remote code goes to one folder: Python imports it from the first alone
 def test_the_playbooks_pre_flight_tables_are_fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(preflight, "WRITE_PROBE_BYTES", 1 << 20)  # the line about this disk is left out
     made = boxes.preflight_tables(kimi_standin.build(tmp_path / "Kimi-K2.5", experts=384))
     found = dict(re.findall(r"<!-- preflight: (\w+) -->\n(.*?)\n<!-- /preflight -->", text_of(PLAYBOOK), re.DOTALL))
