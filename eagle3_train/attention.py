@@ -34,7 +34,7 @@ def attend(q: Tensor, keys: list[Tensor], values: list[Tensor], documents: Docum
     Returns:
         [R, Q, E].
     """
-    if len(q) and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
         return _Joined.apply(documents, window, len(keys), q, *keys, *values)
     return _by_document(q, keys, values, documents, window)
 

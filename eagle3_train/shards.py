@@ -87,7 +87,11 @@ class Shards:
                         states = torch.empty(shape, dtype=found.dtype, pin_memory=self._pinned)
                         if SCALES_KEY in stored:
                             scales = torch.empty(sum(kept), 1, 1, pin_memory=self._pinned)
-                    if found.dtype != states.dtype or found.shape[0] < length:
+                    if (
+                        found.dtype != states.dtype
+                        or found.shape[0] < length
+                        or found.shape[1:] != list(states.shape[1:])
+                    ):
                         raise ValueError(f"{found.dtype} {found.shape}")
                     _read(file, found, states[place : place + length])
                     if scales is not None:

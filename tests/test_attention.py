@@ -106,12 +106,6 @@ def test_another_documents_rows_change_nothing(other: int, window: int | None) -
     assert not ACTIVE[other] or not torch.equal(before[active], after[active])
 
 
-def test_no_active_row_at_all() -> None:
-    nothing = Documents(torch.zeros(6, dtype=torch.int32), DOCUMENTS.cu_rows, 0, max(ROWS))
-    _, keys, values = tensors(4, 1, torch.float32)
-    assert attend(torch.zeros(0, QUERY_HEADS, SIZE), keys, values, nothing, None).shape == (0, QUERY_HEADS, SIZE)
-
-
 # ---- FlashAttention, joined with the later keys
 
 

@@ -155,14 +155,3 @@ def test_factors_lie_row_by_row_whatever_the_gradient_does(monkeypatch: pytest.M
     first = torch.autograd.grad(out, factors, gradient, retain_graph=True)
     second = torch.autograd.grad(out, factors, gradient.t().contiguous().t())
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-
-
-def test_no_rows_give_no_rows_and_a_gradient_of_zero() -> None:
-    _, plain, _ = inputs(1)
-    plain.requires_grad_()
-    given = torch.zeros(0, IN, dtype=torch.bfloat16, requires_grad=True)
-    out = fp8.linear(given, fp8.Weight.of(plain))
-    assert out.shape == (0, OUT)
-    of_rows, of_weight = torch.autograd.grad(out.sum(), [given, plain])
-    assert of_rows.shape == (0, IN)
-    assert not of_weight.any()

@@ -1,46 +1,49 @@
 """Contract of packs: every token that is learnt is guessed from where a draft would start, in its own document alone;
-and every rank knows every step's packs before the first one.
+shards are read into them as they lie on disk; and every rank knows every step's packs before the first one.
 
 Packs are compared with a plain count over documents, rows and TTT steps.
 """
 
 from __future__ import annotations
 
-import pickle
 import random
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 
+import datasets
 import pytest
 import torch
+from hs_connectors.fp8_utils import SCALES_KEY, quantize_tensor_to_fp8
+from safetensors.torch import save_file
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from eagle3_train.packs import GivenOrder, Order, Pack, Packer, order
+from eagle3_train.errors import PipelineError
+from eagle3_train.packs import Order, Pack, lay_out, order, rows_kept
+from eagle3_train.shards import LINKS, Shards
 
-AUX, HIDDEN = 3, 4
-# (length, mask) of each sample
-Drawn = list[tuple[int, list[int]]]
-
-
-def sample(number: int, mask: Sequence[int]) -> dict[str, Tensor]:
-    """A sample every row of which differs from every row of every other."""
-    place = 1000 * number + torch.arange(len(mask))
-    return {
-        "input_ids": place + 1,
-        "hidden_states": place[:, None] + torch.arange(AUX * HIDDEN) / 100,
-        "verifier_last_hidden_states": -place[:, None] - torch.arange(HIDDEN) / 100,
-        "loss_mask": torch.tensor(mask, dtype=torch.long),
-    }
+LAYERS, HIDDEN = 4, 5
+Sample = dict[str, Tensor]
 
 
-def samples_of(*masks: Sequence[int]) -> list[dict[str, Tensor]]:
+def sample(number: int, mask: Sequence[int]) -> Sample:
+    """A sample every token and state of which differs from every other's."""
+    place = 100 * number + torch.arange(len(mask))
+    states = place[:, None, None] + torch.arange(LAYERS * HIDDEN).unflatten(0, (LAYERS, HIDDEN)) / 100
+    return {"ids": place + 1, "mask": torch.tensor(mask, dtype=torch.long), "states": states}
+
+
+def samples_of(*masks: Sequence[int]) -> list[Sample]:
     return [sample(number, mask) for number, mask in enumerate(masks)]
 
 
-def packed(samples: Sequence[dict[str, Tensor]], tokens: int = 1000, steps: int = 3, whole: bool = False) -> Pack:
-    return Packer(tokens, steps, torch.float32, whole)(samples)
+def packed(samples: Sequence[Sample], tokens: int = 1000, steps: int = 3, whole: bool = False) -> Pack:
+    ids, masks, states = ([item[name] for item in samples] for name in ("ids", "mask", "states"))
+    kept = rows_kept([len(item) for item in ids], tokens)
+    together = torch.cat([state[:rows] for state, rows in zip(states, kept, strict=True)])
+    return lay_out(ids, masks, together, pack_tokens=tokens, ttt_steps=steps, whole=whole)
 
 
 def rows_of(pack: Pack) -> list[tuple[int, int]]:
@@ -56,26 +59,26 @@ def guesses_of(pack: Pack, step: int) -> list[tuple[int, int, tuple[float, ...]]
     """(document, row that starts it, the state whose say it is compared with) of each of a step's guesses."""
     place = rows_of(pack)
     return [
-        (*place[pack.active[start]], tuple(pack.last_states[target].tolist()))
+        (*place[pack.active[start]], tuple(pack.states[pack.learnt[target], -1].tolist()))
         for start, target in zip(pack.starts[step].tolist(), pack.targets[step].tolist(), strict=True)
     ]
 
 
-def expected_guesses(samples: Sequence[dict[str, Tensor]], tokens: int, step: int) -> list[tuple[int, int, tuple]]:
+def expected_guesses(samples: Sequence[Sample], tokens: int, step: int) -> list[tuple[int, int, tuple[float, ...]]]:
     """The same by the definition: row i has the state after token i and token i + 1; its guess `step` is what the
-    verifier says after token i + step + 1, and is learnt where the mask says that token is the verifier's own."""
+    verifier says after token i + step + 1, learnt where that token is the verifier's own and its state is there."""
     found, left = [], tokens
     for document, item in enumerate(samples):
-        rows = max(0, min(len(item["input_ids"]) - 1, left))
+        rows = min(len(item["ids"]), left)
         left -= rows
-        for row in range(rows - step):
+        for row in range(rows):
             after = row + step + 1
-            if item["loss_mask"][after]:
-                found.append((document, row, tuple(item["verifier_last_hidden_states"][after].tolist())))
+            if after < rows and item["mask"][after]:
+                found.append((document, row, tuple(item["states"][after, -1].tolist())))
     return found
 
 
-def drawn_samples(seed: int) -> list[dict[str, Tensor]]:
+def drawn_samples(seed: int) -> list[Sample]:
     """Of several turns; some of one or two tokens, some with nothing learnt, some learnt from their first token."""
     draw = random.Random(seed)
     masks = []
@@ -104,30 +107,33 @@ def test_every_row_keeps_its_own_token_states_and_position(whole: bool) -> None:
     for seed in range(50):
         samples, tokens, steps = drawn_samples(seed), 10 + seed, 3
         pack = packed(samples, tokens, steps, whole)
-        assert pack.tokens <= tokens
+        place = rows_of(pack)
+        assert pack.tokens == len(pack.states) == min(tokens, sum(len(item["ids"]) for item in samples))
         assert len(pack.input_ids) == pack.tokens + steps - 1
-        for place, (document, row) in enumerate(rows_of(pack)):
-            assert pack.input_ids[place] == samples[document]["input_ids"][row + 1]
-            assert torch.equal(pack.aux_states[place], samples[document]["hidden_states"][row])
-            assert pack.positions[place] == row + 1
-        for place, row in enumerate(pack.active.tolist()):
-            document, inside = rows_of(pack)[row]
-            assert bool(pack.begun[place]) == bool(samples[document]["loss_mask"][inside + 1])
+        for at, (document, row) in enumerate(place):
+            ids = samples[document]["ids"].tolist()
+            assert pack.input_ids[at] == (ids[row + 1] if row + 1 < len(ids) else 0)
+            assert torch.equal(pack.states[at], samples[document]["states"][row])
+            assert pack.positions[at] == row + 1
+        expected = {guess[:2] for guess in expected_guesses(samples, tokens, 0)}
+        begun = [place[row] for row, own in zip(pack.active.tolist(), pack.begun.tolist(), strict=True) if own]
+        assert set(begun) == expected
 
 
 def test_a_guess_reads_the_tokens_of_its_own_document() -> None:
     """In step k row i reads `input_ids[i + k]`, which has to be its document's token i + k + 1."""
     for seed in range(50):
         samples = drawn_samples(seed)
-        pack = packed(samples)
+        pack = packed(samples, 10 + seed)
         place = rows_of(pack)
         for step in range(3):
             for start in pack.active[pack.starts[step]].tolist():
                 document, row = place[start]
-                assert pack.input_ids[start + step] == samples[document]["input_ids"][row + step + 1]
+                assert pack.input_ids[start + step] == samples[document]["ids"][row + step + 1]
 
 
 def test_active_rows_are_each_documents_tail_from_the_first_that_starts_a_guess() -> None:
+    """Of a document with no guess, its last row: no kernel has to bear a document without any."""
     for seed in range(100):
         samples, tokens = drawn_samples(seed), 12 + seed % 20
         pack = packed(samples, tokens)
@@ -135,12 +141,12 @@ def test_active_rows_are_each_documents_tail_from_the_first_that_starts_a_guess(
         starts = {guess[:2] for step in range(3) for guess in expected_guesses(samples, tokens, step)}
         expected, borders = [], [0]
         for document in range(len(samples)):
-            first = min((row for other, row in starts if other == document), default=len(place))
-            tail = [other for other, (number, row) in enumerate(place) if number == document and row >= first]
-            expected += tail
+            rows = [at for at, (other, _) in enumerate(place) if other == document]
+            first = min((at for at in rows if place[at] in starts), default=max(rows, default=0))
+            expected += [at for at in rows if at >= first]
             borders.append(len(expected))
         assert pack.active.tolist() == expected
-        assert pack.cu_active.tolist() == borders
+        assert pack.cu_active.tolist()[: len(borders)] == borders
         assert pack.longest_active == max(b - a for a, b in pairwise(borders))
         assert pack.longest == max(b - a for a, b in pairwise(pack.cu_rows.tolist()))
 
@@ -155,7 +161,7 @@ def test_a_whole_pack_computes_every_row() -> None:
 def test_a_long_prompt_is_not_computed() -> None:
     """Of 100 prompt tokens, the last three rows start guesses of the answer's first token."""
     pack = packed(samples_of([0] * 100 + [1] * 10))
-    assert pack.active.tolist() == list(range(97, 109))
+    assert pack.active.tolist() == list(range(97, 110))
     assert [len(starts) for starts in pack.starts] == [10, 10, 10]
 
 
@@ -170,85 +176,161 @@ def test_guesses_do_not_cross_a_documents_first_row() -> None:
 
 
 def test_what_does_not_fit_is_cut() -> None:
-    samples = samples_of([0] * 4 + [1] * 6, [0] * 4 + [1] * 6, [0, 1, 1])
-    pack = packed(samples, tokens=15)
-    assert pack.cu_rows.tolist() == [0, 9, 15, 15]
-    assert pack.tokens == 15
+    """The first document whole, seven tokens of the second, whose last state has no target, none of the third."""
+    pack = packed(samples_of([0] * 4 + [1] * 6, [0] * 4 + [1] * 6, [0, 1, 1]), tokens=17)
+    assert pack.cu_rows.tolist() == [0, 10, 17, 17]
     assert [len(guesses_of(pack, step)) for step in range(3)] == [6 + 3, 6 + 3, 6 + 3]
 
 
 def test_a_sample_longer_than_a_pack_fills_it() -> None:
     pack = packed(samples_of([0] * 5 + [1] * 95), tokens=50)
     assert pack.tokens == 50
-    assert len(pack.last_states) == 50 - 4
+    assert len(pack.learnt) == 50 - 5
 
 
 @pytest.mark.parametrize("masks", [([0] * 6,), ([0] * 6, [0, 0]), ([1],), ([0],), ([1], [0] * 4, [0])])
 @pytest.mark.parametrize("whole", [False, True])
 def test_documents_without_a_learnt_token_start_nothing(masks: tuple[list[int], ...], whole: bool) -> None:
     pack = packed(samples_of(*masks), whole=whole)
-    assert pack.tokens == sum(len(mask) - 1 for mask in masks)
+    assert pack.tokens == sum(len(mask) for mask in masks)
     assert [len(starts) for starts in pack.starts] == [len(targets) for targets in pack.targets] == [0, 0, 0]
-    assert pack.last_states.shape == (0, HIDDEN)
-    assert len(pack.active) == (pack.tokens if whole else 0)
+    assert len(pack.learnt) == 0
+    assert not pack.begun.any()
+    assert len(pack.active) == (pack.tokens if whole else len(masks))
 
 
-def test_a_document_of_two_tokens_has_one_row_and_one_guess() -> None:
+def test_a_document_of_two_tokens_has_one_guess() -> None:
     pack = packed(samples_of([0, 1], [0], [0, 1]))
-    assert pack.cu_rows.tolist() == [0, 1, 1, 2]
+    assert pack.cu_rows.tolist() == [0, 2, 3, 5]
     assert [len(starts) for starts in pack.starts] == [2, 0, 0]
 
 
-def test_an_empty_sample_takes_no_row() -> None:
-    pack = packed(samples_of([], [0, 1, 1]))
-    assert pack.cu_rows.tolist() == [0, 0, 2]
-
-
-def test_states_are_cast_to_the_trainings_dtype() -> None:
-    pack = Packer(100, 3, torch.bfloat16)(samples_of([0, 1, 1]))
-    assert pack.aux_states.dtype == pack.last_states.dtype == torch.bfloat16
-    assert pack.input_ids.dtype == pack.active.dtype == torch.int64
-    assert pack.cu_active.dtype == pack.cu_rows.dtype == torch.int32
-
-
-# ---- moving
-
-
-def tensors_of(pack: Pack) -> list[Tensor]:
-    found = []
-    for value in vars(pack).values():
-        found += list(value) if isinstance(value, tuple) else [value] if isinstance(value, Tensor) else []
-    return found
-
-
-def test_every_tensor_is_moved_and_none_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tensor_is_moved() -> None:
     pack = packed(drawn_samples(3))
-    assert len(tensors_of(pack)) == 8 + 2 * 3
-    assert {tensor.device.type for tensor in tensors_of(pack.to("meta"))} == {"meta"}
-    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor.clone())  # needs a GPU
-    for moved in (pack.to("cpu"), pack.pin_memory(), pickle.loads(pickle.dumps(pack))):
-        assert all(torch.equal(a, b) for a, b in zip(tensors_of(moved), tensors_of(pack), strict=True))
-        assert (moved.longest, moved.longest_active) == (pack.longest, pack.longest_active)
-    assert not {tensor.data_ptr() for tensor in tensors_of(pack.pin_memory()) if tensor.numel()} & {
-        tensor.data_ptr() for tensor in tensors_of(pack)
-    }
+    tensors = [
+        part for value in vars(pack.to("meta")).values() for part in (value if isinstance(value, tuple) else (value,))
+    ]
+    moved = [tensor.device.type for tensor in tensors if isinstance(tensor, Tensor)]
+    assert moved == ["meta"] * (8 + 2 * 3)
 
 
-def test_many_short_samples_go_through_a_loader_as_ordered() -> None:
-    samples = [sample(number, [0] * 12 + [1] * 8) for number in range(10_000)]
-    planned = order([20] * len(samples), 4096, 1, 1, seed=1, most=None)
+# ---- from disk
+
+
+def written(folder: Path, samples: Sequence[Sample], dtype: torch.dtype = torch.bfloat16) -> Path:
+    """A data set as stage 02 leaves it; in fp8 with speculators' scales."""
+    rows = [
+        {"input_ids": s["ids"].tolist(), "loss_mask": s["mask"].tolist(), "seq_len": len(s["ids"])} for s in samples
+    ]
+    datasets.Dataset.from_list(rows).save_to_disk(str(folder / "data"))
+    (folder / "data" / LINKS).mkdir()
+    for number, item in enumerate(samples):
+        tensors = {"token_ids": item["ids"]}
+        if dtype == torch.float8_e4m3fn:
+            tensors["hidden_states"], tensors[SCALES_KEY] = quantize_tensor_to_fp8(item["states"])
+        else:
+            tensors["hidden_states"] = item["states"].to(dtype)
+        save_file(tensors, shard(folder, number), metadata={"layer_ids": "[1, 2, 3]"})
+    return folder / "data"
+
+
+def shard(folder: Path, number: int) -> Path:
+    return folder / "data" / LINKS / f"hs_{number}.safetensors"
+
+
+def read(data: Path, first: int, count: int, tokens: int = 1000) -> Shards:
+    return Shards(data, first, count, pack_tokens=tokens, ttt_steps=3, whole=False, pinned=False)
+
+
+def assert_alike(one: Pack, other: Pack) -> None:
+    for name, value in vars(one).items():
+        if isinstance(value, Tensor):
+            assert value.dtype == getattr(other, name).dtype
+            assert torch.equal(value, getattr(other, name)), name
+        elif isinstance(value, tuple):
+            assert all(torch.equal(a, b) for a, b in zip(value, getattr(other, name), strict=True)), name
+        else:
+            assert value == getattr(other, name), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_pack_holds_what_the_shards_do(dtype: torch.dtype, tmp_path: Path) -> None:
+    samples = [{**item, "states": item["states"].to(dtype)} for item in drawn_samples(2) + drawn_samples(5)]
+    shards = read(written(tmp_path, samples, dtype), 0, len(samples))
+    assert shards.lengths == [len(item["ids"]) for item in samples]
+    for rows in ([0], [3, 1], list(range(len(samples)))):
+        assert_alike(shards.pack(rows), packed([samples[row] for row in rows]))
+
+
+def test_states_in_fp8_come_with_their_scales(tmp_path: Path) -> None:
+    samples = drawn_samples(2)
+    pack = read(written(tmp_path, samples, torch.float8_e4m3fn), 0, len(samples)).pack(range(len(samples)))
+    assert (pack.states.dtype, pack.scales.dtype) == (torch.float8_e4m3fn, torch.float32)
+    states, scales = quantize_tensor_to_fp8(torch.cat([item["states"] for item in samples]))
+    assert torch.equal(pack.states.view(torch.uint8), states.view(torch.uint8))
+    assert torch.equal(pack.scales, scales)
+
+
+def test_a_long_sample_is_read_up_to_the_packs_end(tmp_path: Path) -> None:
+    samples = samples_of([0] * 5 + [1] * 95)
+    assert_alike(read(written(tmp_path, samples, torch.float32), 0, 1, tokens=50).pack([0]), packed(samples, tokens=50))
+
+
+def test_a_split_counts_its_rows_from_its_own_first(tmp_path: Path) -> None:
+    samples = samples_of([0, 1, 1], [0, 1], [0, 0, 1, 1], [0, 1, 1])
+    validation = read(written(tmp_path, samples, torch.float32), 2, 2)
+    assert validation.lengths == [4, 3]
+    assert_alike(validation.pack([1, 0]), packed([samples[3], samples[2]]))
+
+
+@pytest.mark.parametrize("threads", [0, 1, 4])
+def test_ten_thousand_short_samples_are_read_in_order(threads: int, tmp_path: Path) -> None:
+    """Each once an epoch, however many threads read ahead. A few shards stand for all: reading them is tested above."""
+    data = written(tmp_path, samples_of(*[[0] * 12 + [1] * 8] * 5), torch.float32)
+    planned = order([20] * 10_000, 4096, 1, 1, seed=1, most=None)
     packs, _ = planned.of_rank(0, 1, 0)
     assert {len(pack) for pack in packs[:-1]} == {204}
-    packer = pickle.loads(pickle.dumps(Packer(4096, 3, torch.bfloat16)))
-    seen: list[int] = []
-    loader = DataLoader(samples, batch_sampler=GivenOrder(packs), collate_fn=packer)
-    assert len(loader) == len(packs)
-    for pack, rows in zip(loader, packs, strict=True):
-        assert pack.tokens == 19 * len(rows)
+    assert sorted(row for pack in packs for row in pack) == list(range(10_000))
+    few = [[row % 5 for row in pack[:7]] for pack in packs]
+    for pack, rows in zip(read(data, 0, 5).packs(few, threads), few, strict=True):
+        assert [int(first) // 100 for first in pack.input_ids[pack.cu_rows[:-1]]] == rows
         assert [len(starts) for starts in pack.starts] == [8 * len(rows)] * 3
-        seen += [(int(first) - 2) // 1000 for first in pack.input_ids[pack.cu_rows[:-1]]]
-    assert seen == [row for pack in packs for row in pack]
-    assert sorted(seen) == list(range(10_000))
+
+
+def test_reading_threads_end_with_the_trainer(tmp_path: Path) -> None:
+    data = written(tmp_path, samples_of([0, 1, 1]), torch.float32)
+    packs = read(data, 0, 1).packs([[0]] * 100, 3)
+    next(packs)
+    assert any(thread.name.startswith("shards") for thread in threading.enumerate())
+    packs.close()
+    assert not any(thread.name.startswith("shards") for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(Path.unlink, id="gone"),
+        pytest.param(lambda path: path.write_bytes(path.read_bytes()[:-4]), id="cut short"),
+        pytest.param(lambda path: path.write_bytes(b""), id="empty"),
+        pytest.param(lambda path: save_file({"token_ids": torch.ones(3)}, path), id="no states"),
+        pytest.param(
+            lambda path: save_file({"hidden_states": torch.ones(2, LAYERS, HIDDEN)}, path), id="a token fewer"
+        ),
+        pytest.param(
+            lambda path: save_file({"hidden_states": torch.ones(3, LAYERS, HIDDEN).half()}, path), id="another type"
+        ),
+        pytest.param(lambda path: save_file({"hidden_states": torch.ones(3, 2, HIDDEN)}, path), id="fewer layers"),
+        pytest.param(lambda path: save_file({"hidden_states": torch.ones(3, 6, HIDDEN)}, path), id="more layers"),
+    ],
+)
+@pytest.mark.parametrize("threads", [0, 2])
+def test_a_shard_that_changed_while_training_is_named(
+    spoil: Callable[[Path], None], threads: int, tmp_path: Path
+) -> None:
+    shards = read(written(tmp_path, samples_of([0, 1, 1], [0, 1, 1]), torch.float32), 0, 2)
+    spoil(shard(tmp_path, 1))
+    with pytest.raises(PipelineError, match=r"hs_1\.safetensors: this shard changed while training"):
+        list(shards.packs([[0, 1]], threads))
 
 
 # ---- the order of a training

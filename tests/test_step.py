@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from hs_connectors.fp8_utils import dequantize_fp8_tensor, quantize_tensor_to_fp8
 from speculators import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.losses import LossConfig, resolve_loss_config
@@ -21,7 +22,7 @@ from speculators.train.data import CollateFn
 from torch import Tensor
 from transformers import LlamaConfig
 
-from eagle3_train.packs import Pack, Packer
+from eagle3_train.packs import Pack, lay_out, rows_kept
 from eagle3_train.step import TrainingStep, expected_acceptance_length, summarise
 
 HIDDEN, VOCABULARY, STEPS = 64, 96, 3
@@ -115,7 +116,15 @@ def step_of(
 def pack_of(
     samples: Sequence[Sample], tokens: int = 1000, whole: bool = False, dtype: torch.dtype = torch.float32
 ) -> Pack:
-    return Packer(tokens, STEPS, dtype, whole)(samples)
+    kept = rows_kept([len(item["input_ids"]) for item in samples], tokens)
+    states = [stored(item)[:rows] for item, rows in zip(samples, kept, strict=True)]
+    ids, masks = ([item[name] for item in samples] for name in ("input_ids", "loss_mask"))
+    return lay_out(ids, masks, torch.cat(states).to(dtype), pack_tokens=tokens, ttt_steps=STEPS, whole=whole)
+
+
+def stored(item: Sample) -> Tensor:
+    """[L, A + 1, H]"""
+    return torch.cat([item["hidden_states"], item["verifier_last_hidden_states"]], dim=1).unflatten(1, (-1, HIDDEN))
 
 
 def gradients(model: Eagle3DraftModel, loss: Tensor) -> dict[str, Tensor]:
@@ -140,14 +149,13 @@ def assert_same(
     samples: Sequence[Sample] = SAMPLES,
     loss: str = "kl_div",
     decay: float = 1.0,
-    tokens: int = 100,
     **settings: Any,
 ) -> None:
     """Loss of every TTT step, and every trained parameter's gradient."""
     whole = len(model.layers) > 1
-    theirs, metrics = of_speculators(model, samples, loss, decay, tokens)
+    theirs, metrics = of_speculators(model, samples, loss, decay, 100)
     expected = gradients(model, theirs)
-    ours, sums = step_of(model, loss, decay, **settings)(pack_of(samples, tokens, whole))
+    ours, sums = step_of(model, loss, decay, **settings)(pack_of(samples, whole=whole))
     assert float(ours.detach()) == pytest.approx(float(theirs.detach()), rel=1e-5)
     for step in range(STEPS):
         assert float(sums[f"loss_{step}"]) == pytest.approx(float(metrics[f"loss_{step}_sum"]), rel=1e-5)
@@ -203,10 +211,25 @@ def test_later_steps_weigh_less(decay: float) -> None:
     assert_same(draft(), decay=decay)
 
 
-@pytest.mark.parametrize("tokens", [40, 31])
-def test_a_cut_pack_has_the_same_loss(tokens: int) -> None:
-    """31 ends between the second document's turns."""
-    assert_same(draft(), tokens=tokens)
+@pytest.mark.parametrize("tokens", [26, 38])
+def test_what_is_cut_off_has_no_part_in_the_loss(tokens: int) -> None:
+    """The second document in its prompt, or between its turns."""
+    model = draft()
+    cut = {name: value[: tokens - 20] for name, value in SAMPLES[1].items()} | {"lengths": torch.tensor([tokens - 20])}
+    ours, _ = step_of(model)(pack_of(SAMPLES, tokens))
+    theirs, _ = of_speculators(model, [SAMPLES[0], cut], "kl_div", 1.0, 100)
+    assert float(ours.detach()) == pytest.approx(float(theirs.detach()), rel=1e-5)
+
+
+def test_states_stored_in_fp8_are_used_as_speculators_restores_them() -> None:
+    model = draft()
+    quantised, scales = quantize_tensor_to_fp8(stored(SAMPLES[1]))
+    ids, masks = [SAMPLES[1]["input_ids"]], [SAMPLES[1]["loss_mask"]]
+    losses = [
+        step_of(model)(lay_out(ids, masks, *states, pack_tokens=100, ttt_steps=STEPS))[0].detach()
+        for states in ((quantised, scales), (dequantize_fp8_tensor(quantised, scales, torch.float32),))
+    ]
+    assert torch.equal(*losses)
 
 
 def test_one_document_alone_has_the_same_loss() -> None:
@@ -324,6 +347,7 @@ isolation = pytest.mark.parametrize(
         ({"layers": 2}, {}),
         ({}, {"recompute": True}),
         ({"kv_heads": 4, "fc_norm": True}, {"dtype": torch.bfloat16}),
+        ({}, {"dtype": torch.bfloat16, "use_fp8": True}),
     ],
 )
 
@@ -341,9 +365,9 @@ def test_another_documents_tokens_and_states_change_no_bit(
     seen = []
     for samples in (SAMPLES, changed):
         pack = pack_of(samples, whole="layers" in shape, dtype=dtype)
-        pack.aux_states.requires_grad_()
+        pack.states.requires_grad_()
         loss, read = recorded(model, pack, **settings)
-        (of_states,) = torch.autograd.grad(loss, pack.aux_states)
+        (of_states,) = torch.autograd.grad(loss, pack.states)
         seen.append((pack, read, of_states))
     (pack, before, gradient_before), (_, after, gradient_after) = seen
     for step in range(STEPS):
@@ -367,9 +391,9 @@ def test_the_loss_of_one_document_has_no_gradient_in_another(
         if place != only:
             item["loss_mask"] = torch.zeros_like(item["loss_mask"])
     pack = pack_of(samples, whole=True, dtype=settings.get("dtype", torch.float32))
-    pack.aux_states.requires_grad_()
+    pack.states.requires_grad_()
     loss, _ = recorded(draft(**shape), pack, **settings)
-    (of_states,) = torch.autograd.grad(loss, pack.aux_states)
+    (of_states,) = torch.autograd.grad(loss, pack.states)
     rows = torch.zeros(pack.tokens, dtype=torch.bool)
     rows[slice(*pack.cu_rows[only : only + 2].tolist())] = True
     assert not of_states[~rows].any()
