@@ -18,6 +18,7 @@ import hashlib
 import inspect
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -127,6 +128,11 @@ class Eagle3HiddenStatesConnector(ExampleHiddenStatesConnector):
         speculative = self._vllm_config.speculative_config
         layer_ids = speculative.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids
         self._storage_dtype = extra("storage_dtype", "bfloat16")
+        # A CPU engine is bound to its cores, and its threads with it: writing would take from prefill.
+        cores = os.sched_getaffinity(os.getppid())
+        self._executor = ThreadPoolExecutor(
+            extra("num_writer_threads", 8), "states", initializer=partial(os.sched_setaffinity, 0, cores)
+        )
         self._header = {
             "layer_ids": json.dumps(sorted(layer_ids)),
             "dtype": self._storage_dtype,

@@ -276,6 +276,8 @@ async def extract_all(
     folder = index.path.parent
     expected = Expected.of(config)
     room = Room(folder)
+    # So many are with the engine; as many again are being written and checked, which must not empty its batches.
+    engine = asyncio.Semaphore(settings.concurrency)
     # Longest first: the end of the stage is then not one long sample on an idle engine.
     queue = iter(sorted(samples, key=lambda sample: -sample.tokens))
     async with Capturer(server, staging, expected, settings.request_timeout_s) as capturer:
@@ -291,7 +293,8 @@ async def extract_all(
                     with room.promised(located.tokens * expected.token_bytes):
                         for attempt in range(1, _ATTEMPTS + 1):
                             try:
-                                answer = await capturer.prefill(sample.token_ids, f"{sample.id}-{attempt}")
+                                async with engine:
+                                    answer = await capturer.prefill(sample.token_ids, f"{sample.id}-{attempt}")
                                 index.append(await capturer.keep(answer, sample, folder / SHARDS))
                                 break
                             except SetAside as problem:
@@ -299,7 +302,7 @@ async def extract_all(
                                     errors.append({"id": sample.id, "reason": problem.reason, "detail": problem.detail})
                     progress.update(located.tokens)
 
-            await watch_server(server, [worker() for _ in range(min(settings.concurrency, len(samples)))])
+            await watch_server(server, [worker() for _ in range(min(2 * settings.concurrency, len(samples)))])
         return time.monotonic() - started
 
 
