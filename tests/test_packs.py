@@ -314,7 +314,8 @@ def test_reading_threads_end_with_the_trainer(tmp_path: Path) -> None:
         pytest.param(lambda path: path.write_bytes(b""), id="empty"),
         pytest.param(lambda path: save_file({"token_ids": torch.ones(3)}, path), id="no states"),
         pytest.param(
-            lambda path: save_file({"hidden_states": torch.ones(2, LAYERS, HIDDEN)}, path), id="a token fewer"
+            lambda path: save_file({"hidden_states": torch.ones(2, LAYERS, HIDDEN), "more": torch.ones(99)}, path),
+            id="a token fewer",
         ),
         pytest.param(
             lambda path: save_file({"hidden_states": torch.ones(3, LAYERS, HIDDEN).half()}, path), id="another type"
