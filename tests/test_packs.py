@@ -318,7 +318,10 @@ def test_reading_threads_end_with_the_trainer(tmp_path: Path) -> None:
             id="a token fewer",
         ),
         pytest.param(
-            lambda path: save_file({"hidden_states": torch.ones(3, LAYERS, HIDDEN).half()}, path), id="another type"
+            lambda path: save_file(
+                {"hidden_states": torch.ones(3, LAYERS, HIDDEN).half(), "more": torch.ones(99).half()}, path
+            ),
+            id="another type",
         ),
         pytest.param(lambda path: save_file({"hidden_states": torch.ones(3, 2, HIDDEN)}, path), id="fewer layers"),
         pytest.param(lambda path: save_file({"hidden_states": torch.ones(3, 6, HIDDEN)}, path), id="more layers"),
