@@ -11,6 +11,7 @@
 #   connectors 01 and 01b, then our connector against vLLM's own, and asynchronous scheduling in one pass
 # PYTHON= names the interpreter (left out: .gpu/venv of unpack.sh), LIMIT= the patience with all of it [s].
 set -uo pipefail
+export LC_ALL=C # of the stages, 01_ comes before 01b_
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 out=$(mkdir -p "${1:?usage: run_chain.sh OUT [CHAIN ...]}" && cd "$1" && pwd)
 shift
