@@ -71,7 +71,7 @@ def _engine(run: Path) -> list[str]:
     for log in sorted(run.glob("*/server.log")):
         for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
             if any(word in line for word in ("attention backend", "synchronous scheduling", "MoE backend", "prefill")):
-                said[line.split("] ", 1)[-1][:160]] = None
+                said[line.split("] ", 1)[-1].replace(f"{Path.cwd()}/", "")[:160]] = None
     return list(said)[:12]
 
 
