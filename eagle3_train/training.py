@@ -115,7 +115,7 @@ def check_dataset(dataset: Path, layer_ids: list[int], hidden_size: int, pack_to
             )
         if ids != row["input_ids"] or len(ids) != row["seq_len"]:
             raise PipelineError(f"{path.resolve()}: a shard of other tokens than its row; {remedy}")
-        cut += number < train and row["seq_len"] - 1 > pack_tokens
+        cut += number < train and row["seq_len"] > pack_tokens
     return Data(dataset, train, len(table) - train, cut)
 
 
@@ -128,8 +128,6 @@ def _training_rows(table: Any, dataset: Path, remedy: str) -> int:
     columns = table.column_names
     if missing := {"input_ids", "loss_mask", "seq_len"} - set(columns):
         raise PipelineError(f"{dataset}: it has columns {columns}, but not {sorted(missing)}; {remedy}")
-    if table.format["type"] != "torch":
-        raise PipelineError(f"{dataset}: its columns are not in torch's format, which speculators reads; {remedy}")
     rows = len(table)
     train = int(rows * (1 - _VALIDATION_SHARE))
     if "split" in columns:

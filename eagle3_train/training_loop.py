@@ -337,11 +337,12 @@ def _make_step(draft: Any, config: Config, place: Place) -> nn.Module:
         step, device_ids=[place.device] if place.device.type == "cuda" else None, gradient_as_bucket_view=True
     )
     if settings.gradients == "bfloat16":
-        wrapped.register_comm_hook(None, _mean_in_bfloat16)
+        # DDP reads a hook's annotations and does not know them as text.
+        wrapped.register_comm_hook(None, lambda _state, bucket: _mean_in_bfloat16(bucket))
     return wrapped
 
 
-def _mean_in_bfloat16(_state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _mean_in_bfloat16(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """torch's bf16_compress_hook, which refuses to run on a CPU."""
     gradients = bucket.buffer()
     sent = gradients.bfloat16().div_(dist.get_world_size())
