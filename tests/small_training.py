@@ -162,7 +162,7 @@ def script(run: Run, *arguments: str) -> Iterator[BaseProcess]:
 
     What it says goes to `output_of(run)`.
     """
-    _processes.set_forkserver_preload(["eagle3_train.training_loop", "tests.small_training"])
+    _processes.set_forkserver_preload(["eagle3_train.training_loop", "speculators.train.cli", "tests.small_training"])
     process = _processes.Process(target=_script, args=(["--run", str(run.path), *arguments], run.path / "output.log"))
     process.start()
     try:
