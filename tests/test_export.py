@@ -18,16 +18,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle3_train import verifier, vocabulary
+from eagle3_train.checkpoints import Checkpoints
 from eagle3_train.config import Config, Draft, Export, Training, Verifier, Vocabulary
+from eagle3_train.draft import build_draft
 from eagle3_train.errors import PipelineError
 from eagle3_train.export import check_tensors, export, flat_config, push, tensor_table, verify
 from eagle3_train.extraction import SHARDS, Sample
 from eagle3_train.run import EXPORT, HIDDEN, PROMPTS, TRACES, TRAIN, VOCAB, Result, Run, Stage
-from eagle3_train.training import BEST, CHECKPOINTS, build_draft
+from eagle3_train.training import CHECKPOINTS
 from tests.fault_server import ROOT, finish_stage, no_work, write_hidden
 
 LAYERS = [2, 4, 5]
-EPOCH = 3
+EPOCH, STEP = 3, 40
+TARGET_SIZE = 512
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # What only training needs; the verifier's embedding is vLLM's to share.
 NOT_PUBLISHED = {"t2d", "verifier_lm_head.weight", "verifier_norm.weight", "embed_tokens.weight"}
@@ -235,15 +238,13 @@ def new_run(folder: Path, draft_size: int | None = 64, **draft: Any) -> Run:
 def save_draft(stage: Stage, epoch: int) -> Result:
     """The work of stage 04: a float32 checkpoint as the trainer saves it, linked as the best."""
     torch.manual_seed(0)
-    model = build_draft(stage.config, stage.input("03_vocab"))
+    model = build_draft(stage.config, vocabulary.load(stage.input("03_vocab"), TARGET_SIZE))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.05 * torch.randn_like(parameter))
-    checkpoints = stage.folder / CHECKPOINTS
-    state = {name: t.float() if t.is_floating_point() else t for name, t in model.state_dict().items()}
-    model.save_pretrained(checkpoints / str(epoch), state_dict=state)
-    (checkpoints / BEST).symlink_to(str(epoch))
+    metrics = {"loss": 1.0, "full_acc_0": 0.5}
+    Checkpoints(stage.folder / CHECKPOINTS, keep=1).save(model, {}, STEP, epoch, metrics, 1.5)
     return Result([CHECKPOINTS], {"steps": 1, "samples": 1, "best_epoch": epoch + 1, "expected_acceptance_length": 1.5})
 
 
@@ -265,7 +266,7 @@ def copy_of(run: Run, folder: Path, **settings: Any) -> Run:
 
 
 def checkpoint_of(run: Run) -> Path:
-    return run.folder("04_train") / CHECKPOINTS / str(EPOCH)
+    return run.folder("04_train") / CHECKPOINTS / f"step_{STEP:06d}"
 
 
 def publish(run: Run) -> Path:
@@ -291,7 +292,7 @@ def change_checkpoint(run: Run, change: Callable[[Tensors], Any]) -> None:
 )
 def test_the_table_is_that_of_speculators_own_model(trained: Run, draft: dict[str, Any]) -> None:
     config = trained.config.model_copy(update={"draft": trained.config.draft.model_copy(update=draft)})
-    model = build_draft(config, trained.folder("03_vocab"))
+    model = build_draft(config, vocabulary.load(trained.folder("03_vocab"), TARGET_SIZE))
     flat = flat_config(json.loads(model.config.to_json_string(use_diff=False)), LAYERS)
     shapes = {name: list(t.shape) for name, t in model.state_dict().items() if name not in NOT_PUBLISHED}
     assert tensor_table(flat) == shapes

@@ -18,10 +18,10 @@ from transformers import AutoConfig
 
 from eagle3_train import verifier
 from eagle3_train.config import Config, Draft, Verifier
+from eagle3_train.draft import draft_layer_config
 from eagle3_train.errors import PipelineError
 from eagle3_train.export import flat_config, tensor_table
 from eagle3_train.extraction import token_bytes
-from eagle3_train.training import draft_layer_config
 from eagle3_train.verifier import EMBEDDING, FINAL_NORM, LM_HEAD
 from tests import kimi_standin
 from tests.kimi_standin import SHARDS, TEXT, build, tensors

@@ -19,11 +19,11 @@ import torch
 
 from eagle3_train import verifier, vocabulary
 from eagle3_train.config import Config, Draft, Training, Verifier, Vocabulary
+from eagle3_train.draft import build_draft
 from eagle3_train.errors import PipelineError
 from eagle3_train.extraction import Sample
 from eagle3_train.run import HIDDEN, PROMPTS, TRACES, VOCAB, Result, Run
 from eagle3_train.tiny import SPECIAL_TOKENS
-from eagle3_train.training import build_draft
 from eagle3_train.vocabulary import COVERAGE, D2T, FREQUENCIES, T2D, VocabMap, load
 from tests.fault_server import finish_stage, no_work, write_hidden
 
@@ -115,7 +115,7 @@ def test_speculators_loads_the_maps_and_takes_the_right_rows_of_the_head(built: 
     folder = run.folder("03_vocab")
     d2t, t2d, size = _load_mappings(folder / D2T, folder / T2D, 64)
     assert size == 64
-    model = build_draft(run.config, folder)
+    model = build_draft(run.config, vocabulary.load(folder, TARGET_SIZE))
     model.load_vocab_mappings(t2d, d2t)
     assert torch.equal(model.d2t, d2t)
     assert torch.equal(model.t2d, t2d)
