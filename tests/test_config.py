@@ -71,6 +71,9 @@ def test_an_empty_preset_gives_the_defaults(tmp_path: Path) -> None:
         (["--server.args=--enforce-eager"], "server", "args", ["--enforce-eager"]),
         (["--server.env", "VLLM_MLA_DISABLE=1"], "server", "env", {"VLLM_MLA_DISABLE": "1"}),
         (["--draft.sliding_window", "null"], "draft", "sliding_window", None),
+        (["--prepared-data", "/data/prepared"], "training", "prepared_data", "/data/prepared"),
+        (["--batch-size", "8"], "training", "batch_size", 8),
+        (["--max-steps", "200"], "training", "max_steps", 200),
     ],
 )
 def test_a_flag_reaches_its_field(tmp_path: Path, flags: list[str], section: str, field: str, value: Any) -> None:
@@ -369,7 +372,10 @@ def test_a_kept_configuration_holds_every_field_and_none_of_the_command_line(tmp
         "generation.server_args",
         "extraction.concurrency",
         "training.data_workers",
-        "training.checkpoint_epochs",
+        *(
+            f"training.{name}"
+            for name in ("checkpoint_steps", "keep_checkpoints", "processes", "trackers", "recompute")
+        ),
         "evaluation.concurrency",
         *(f"server.{name}" for name in type(Config().server).model_fields),
     ],
@@ -395,6 +401,13 @@ def test_a_field_about_how_the_work_is_done_decides_no_result(field: str) -> Non
         "draft.sliding_window",
         "training.lr",
         "training.ttt_steps",
+        "training.batch_size",
+        "training.max_steps",
+        "training.optimizer",
+        "training.validation_steps",
+        "training.prepared_data",
+        "training.gradients",
+        "draft.init_from",
         "export.format",
         "evaluation.draft_tokens",
     ],
