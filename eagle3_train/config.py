@@ -424,7 +424,7 @@ class Config(BaseSettings):
             "plan.price": "price",
             "plan.max_hours": "max-hours",
             "plan.max_usd": "max-usd",
-            "plan.max_disk_gb": "max-disk-gb",
+            "plan.max_disk_gb": ["max-disk", "max-disk-gb"],
         },
     )
 
