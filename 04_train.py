@@ -8,7 +8,7 @@ whole checkpoint; Ctrl-C and SIGTERM save one first.
 
     python 04_train.py --run runs/tiny
     python 04_train.py --run runs/other --preset presets/tiny.yaml --prepared-data DIR  (a data set of speculators')
-    torchrun --nnodes 2 --nproc-per-node 8 04_train.py --run runs/big                   (several machines, one disk)
+    torchrun --nnodes 2 --nproc-per-node 8 -- 04_train.py --run runs/big                (several machines, one disk)
 """
 
 import os
