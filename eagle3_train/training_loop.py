@@ -448,7 +448,6 @@ def _quiet_libraries() -> None:
 
     logger.disable("speculators")
     transformers_logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", message=".*pin_memory.*no accelerator.*")
 
 
 def lead(stage_main: Callable[[], NoReturn]) -> NoReturn:

@@ -26,7 +26,7 @@ from eagle3_train import verifier, vocabulary
 from eagle3_train.checkpoints import Checkpoints
 from eagle3_train.config import Config, Draft, Training, Verifier, Vocabulary
 from eagle3_train.extraction import SHARDS, Sample
-from eagle3_train.run import HIDDEN, PROMPTS, TRACES, TRAIN, VOCAB, Result, Run, Stage
+from eagle3_train.run import HIDDEN, PROMPTS, TRACES, VOCAB, Result, Run
 from eagle3_train.training import CHECKPOINTS, METRICS, spec, train
 from tests.fault_server import ROOT, finish_stage, no_work, rows_of, write_hidden
 
@@ -192,7 +192,3 @@ def ended(process: BaseProcess, timeout_s: float = 60) -> int:
     process.join(timeout_s)
     assert process.exitcode is not None, f"still running after {timeout_s} s"
     return process.exitcode
-
-
-def stage_of(run: Run) -> Stage:
-    return Stage(run, TRAIN)

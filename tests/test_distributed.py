@@ -38,10 +38,7 @@ from tests.small_training import (
 
 # 13 packs an epoch: two steps of five and one of three, so that of 2 and of 4 processes some have none of their own.
 BATCH, STEPS = 5, 9
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*pin_memory"),
-    pytest.mark.filterwarnings("ignore:.*longer than batch_max_length"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*longer than batch_max_length")
 
 
 @pytest.fixture(scope="module", autouse=True)

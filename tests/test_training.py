@@ -57,11 +57,8 @@ from tests.small_training import (
 
 TRAIN_ROWS, VAL_ROWS = 24, 4
 STEPS = 39
-# Of the tests' loaders, which have no GPU and one sample that is meant to be too long.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*pin_memory"),
-    pytest.mark.filterwarnings("ignore:.*longer than batch_max_length"),
-]
+# One sample is meant to be.
+pytestmark = pytest.mark.filterwarnings("ignore:.*longer than batch_max_length")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -477,6 +474,7 @@ def peer(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[
 
 
 @pytest.mark.filterwarnings("ignore:.*autocast")
+@pytest.mark.filterwarnings("ignore:.*pin_memory")  # of its loaders, which have no GPU
 def test_every_step_and_validation_is_that_of_speculators_own_trainer(
     data: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
