@@ -332,8 +332,12 @@ def test_max_steps_hold_over_a_kill(data: Run, tmp_path: Path) -> None:
     assert_ends_alike(run, whole)
 
 
-def plain_losses(config: Config, folder: Path, dataset: Path, batch_size: int) -> list[float]:
-    """The shortest loop that could be meant: mean over the step's packs, clip, AdamW, cosine."""
+def plainly(config: Config, folder: Path, dataset: Path, batch_size: int) -> tuple[list[float], float]:
+    """The shortest loop that could be meant: mean over the step's packs, clip, AdamW, cosine.
+
+    Returns:
+        The loss of every step, and the validation loss at the end, of which two samples fill a pack.
+    """
     from speculators.losses import resolve_loss_config
     from transformers import get_cosine_schedule_with_warmup
 
@@ -359,7 +363,8 @@ def plain_losses(config: Config, folder: Path, dataset: Path, batch_size: int) -
         optimizer.step()
         schedule.step()
         losses.append(float(loss.detach()))
-    return losses
+    validation = [step(pack_of(dataset, table, rows))[0] for rows in ([24, 25], [26, 27])]
+    return losses, float(torch.stack(validation).mean().detach())
 
 
 def pack_of(dataset: Path, table: datasets.Dataset, rows: list[int]) -> Pack:
@@ -377,8 +382,9 @@ def test_a_step_of_several_packs_is_the_mean_over_them(data: Run, tmp_path: Path
     # 13 packs an epoch: four steps of three, and one of the pack that is left.
     losses = losses_of(run)
     assert len(losses) == 3 * 5
-    plain = plain_losses(run.config, run.folder("03_vocab"), run.folder("02_hidden") / DATASET, 3)
+    plain, validation = plainly(run.config, run.folder("03_vocab"), run.folder("02_hidden") / DATASET, 3)
     assert losses == pytest.approx(plain, rel=1e-4)
+    assert validations_of(run)[len(losses)]["loss"] == pytest.approx(validation, rel=1e-4)
 
 
 def test_threads_that_read_ahead_change_nothing(data: Run, undisturbed: tuple[Run, Result], tmp_path: Path) -> None:
@@ -703,18 +709,24 @@ def test_a_nan_in_a_validation_shard_is_not_taken_for_a_loss(data: Run, tmp_path
     assert checkpoints_of(run).best() is None
 
 
-def test_float8_shards_are_read_with_their_scales(data: Run, undisturbed: tuple[Run, Result], tmp_path: Path) -> None:
-    from hs_connectors.fp8_utils import SCALES_KEY, quantize_tensor_to_fp8
+def test_float8_shards_are_read_with_their_scales(data: Run, tmp_path: Path) -> None:
+    from hs_connectors.fp8_utils import SCALES_KEY, dequantize_fp8_tensor, quantize_tensor_to_fp8
 
-    run = copy_of(data, tmp_path, max_steps=STEPS // 3)
+    # Where the residual is normed as well, a token's scale makes no difference at all.
+    settings: dict[str, Any] = {"draft": {"norm_before_residual": False}, "max_steps": 3}
+    stored, known = copy_of(data, tmp_path / "stored", **settings), copy_of(data, tmp_path / "known", **settings)
     for sample in samples():
         change_states(
-            shard(run, sample.id),
+            shard(stored, sample.id),
             lambda states: dict(zip(("hidden_states", SCALES_KEY), quantize_tensor_to_fp8(states), strict=True)),
         )
-    trained(run)
-    # Three bits of mantissa; before anything is learnt, so that the schedules' difference does not count.
-    assert losses_of(run)[0] == pytest.approx(losses_of(undisturbed[0])[0], rel=0.02)
+        change_states(
+            shard(known, sample.id),
+            lambda states: dequantize_fp8_tensor(*quantize_tensor_to_fp8(states), torch.float32),
+        )
+    trained(stored)
+    trained(known)
+    assert losses_of(stored) == losses_of(known)
 
 
 # ---- the draft's layer
