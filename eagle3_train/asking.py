@@ -301,8 +301,15 @@ def _retry_after(headers: Any) -> float | None:
     return None
 
 
+def _report_unless_stopped(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    # A signal may end a task that a library made and nobody waits for; it ends the stage as well, which says so itself.
+    if not isinstance(context.get("exception"), KeyboardInterrupt | SystemExit):
+        loop.default_exception_handler(context)
+
+
 async def run_watched(workers: list[Coroutine[Any, Any, None]], watchers: list[Coroutine[Any, Any, None]]) -> None:
     """Run `workers` to their end, and stop them all as soon as one of them or of the `watchers` fails."""
+    asyncio.get_running_loop().set_exception_handler(_report_unless_stopped)
     watching = [asyncio.create_task(watcher) for watcher in watchers]
     working = [asyncio.create_task(worker) for worker in workers]
     try:

@@ -8,6 +8,7 @@ moment, by SIGTERM, Ctrl-C or kill -9, ends with the same traces once the same c
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import multiprocessing
 import os
@@ -525,6 +526,27 @@ def test_sigterm_is_obeyed_whatever_the_event_loop_is_doing(tmp_path: Path) -> N
             asyncio.run(watch_server(Server("http://127.0.0.1:1/v1", "none"), [worker()]))
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_signal_that_ends_a_librarys_own_task_leaves_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    async def strikes() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(1000):  # the interpreter delivers it between two of these
+            pass
+
+    async def worker() -> None:
+        task = asyncio.create_task(strikes())
+        await asyncio.sleep(1)
+        await task
+
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        with pytest.raises(Terminated):
+            asyncio.run(watch_server(Server("http://127.0.0.1:1/v1", "none"), [worker()]))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    gc.collect()  # an unread exception is reported when its task goes
+    assert "never retrieved" not in caplog.text
 
 
 def generate_in_this_process(run: Path) -> None:
