@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ from eagle3_train.errors import PipelineError, Terminated
 from eagle3_train.server import choose_port
 
 # The signals after which a training saves and ends.
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SAVING_S = 600.0  # patience with processes that save after a signal
 _ENDING_S = 10.0  # and with the others once one of them has ended
 _POLL_S = 0.1
@@ -111,6 +111,24 @@ def place() -> Iterator[Place]:
             dist.destroy_process_group()
 
 
+@contextmanager
+def stop_requests(pass_on: Callable[[], None] | None = None) -> Iterator[list[BaseException]]:
+    """Collects Ctrl-C, SIGTERM and SIGHUP instead of ending by them; each is also passed on, where asked for."""
+    asked: list[BaseException] = []
+
+    def note(number: int, _frame: object) -> None:
+        asked.append(KeyboardInterrupt() if number == signal.SIGINT else Terminated())
+        if pass_on is not None:
+            pass_on()
+
+    before = {number: signal.signal(number, note) for number in _STOP_SIGNALS}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def start(command: Sequence[str], processes: int, log_folder: Path, variables: dict[str, str]) -> None:
     """Run `processes` copies of `command` as one group, with these environment variables, and wait for their end.
 
@@ -123,15 +141,12 @@ def start(command: Sequence[str], processes: int, log_folder: Path, variables: d
     port = choose_port(None)
     logs = [log_folder / f"process_{rank}.log" for rank in range(processes)]
     running: list[subprocess.Popen] = []
-    asked: list[BaseException] = []
 
-    def note(number: int, _frame: object) -> None:
-        asked.append(KeyboardInterrupt() if number == signal.SIGINT else Terminated())
+    def end_all() -> None:
         for process in running:
             process.terminate()
 
-    before = {number: signal.signal(number, note) for number in STOP_SIGNALS}
-    try:
+    with stop_requests(end_all) as asked, _none_left(running):
         for rank, log in enumerate(logs):
             world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
             environment = os.environ | variables | {name: str(value) for name, value in world.items()}
@@ -144,22 +159,25 @@ def start(command: Sequence[str], processes: int, log_folder: Path, variables: d
                         stdout=None if rank == 0 else subprocess.DEVNULL, stderr=None if rank == 0 else errors,
                     )
                 )  # fmt: skip
-        if asked:
-            for process in running:
-                process.terminate()
+        if asked:  # while they were being started
+            end_all()
         failed = _wait(running, asked)
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-        for number, handler in before.items():
-            signal.signal(number, handler)
     if asked:
         raise asked[0]
     if failed:
         raise PipelineError("\n".join(_failure(rank, running[rank].returncode, logs[rank]) for rank in failed))
     for log in logs:
         log.unlink()
+
+
+@contextmanager
+def _none_left(running: list[subprocess.Popen]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
 
 
 def _wait(running: list[subprocess.Popen], asked: list[BaseException]) -> list[int]:

@@ -28,9 +28,9 @@ class Pack:
         positions: [N] int64, from 1 in each document.
         active: [R] int64, ascending rows of which anything is computed.
         learnt: [M] int64, rows whose last state says what is learnt.
-        starts: for each TTT step, [n_k] int64 places in `active` where its guesses start.
+        starts: for each TTT step, [n_k] int64 places in `active` where its guesses start; those of step 0 are the rows
+            that are learnt themselves, and a draft starts nowhere else when it serves.
         targets: for each TTT step, [n_k] int64 places in `learnt` of what they are compared with.
-        begun: [R] bool, whether the row itself is learnt: a draft starts nowhere else when it serves.
         cu_active: [D + 1] int32 borders of the documents in `active`.
         cu_rows: [D + 1] int32 borders of the documents in the N rows.
         longest_active: most active rows of a document.
@@ -45,7 +45,6 @@ class Pack:
     learnt: torch.Tensor
     starts: tuple[torch.Tensor, ...]
     targets: tuple[torch.Tensor, ...]
-    begun: torch.Tensor
     cu_active: torch.Tensor
     cu_rows: torch.Tensor
     longest_active: int
@@ -106,7 +105,7 @@ def lay_out(
     """
     lengths = rows_kept([len(sample) for sample in ids], pack_tokens)
     following = torch.zeros(sum(lengths) + ttt_steps - 1, dtype=torch.long)
-    active, learnt, begun, positions = [], [], [], []
+    active, learnt, positions = [], [], []
     starts: list[list[torch.Tensor]] = [[] for _ in range(ttt_steps)]
     targets: list[list[torch.Tensor]] = [[] for _ in range(ttt_steps)]
     active_borders, learnt_rows = [0], 0
@@ -127,7 +126,6 @@ def lay_out(
             starts[step].append(places[inside] - step - first + active_borders[-1])
             targets[step].append(inside.nonzero().flatten() + learnt_rows)
         active.append(torch.arange(first, length) + row)
-        begun.append(own[first:])
         learnt.append(places + 1 + row)
         learnt_rows += len(places)
         active_borders.append(active_borders[-1] + length - first)
@@ -141,7 +139,6 @@ def lay_out(
         learnt=torch.cat(learnt),
         starts=tuple(torch.cat(parts) for parts in starts),
         targets=tuple(torch.cat(parts) for parts in targets),
-        begun=torch.cat(begun),
         cu_active=torch.tensor(active_borders, dtype=torch.int32),
         cu_rows=torch.tensor(borders, dtype=torch.int32),
         longest_active=max(b - a for a, b in pairwise(active_borders)),

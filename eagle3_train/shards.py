@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from eagle3_train.errors import PipelineError
+from eagle3_train.extraction import LINKS
 from eagle3_train.packs import Pack, lay_out, rows_kept
 
-LINKS = "hidden_states"  # the folder speculators' ArrowDataset looks in by default
 STATES = "hidden_states"
 PACKS_AHEAD = 2  # besides the one that each thread is reading
 # https://github.com/huggingface/safetensors: 8 bytes length, a JSON header, then the data.

@@ -324,16 +324,17 @@ class _Chain:
         self._pack = pack
         self._targets = targets
         self._best = targets.argmax(-1)
-        self._all_right = pack.begun.clone()
-        self._started = pack.begun.clone()
-        self._accepted = pack.begun.float()
+        # Of each active row; step 0 leaves those alone where a draft starts.
+        self._started = torch.ones_like(pack.active, dtype=torch.bool)
+        self._all_right = self._started.clone()
+        self._accepted = self._started.float()
 
     @torch.no_grad()
     def measure(self, step: int, logits: Tensor) -> Metrics:
         """Sums for TTT step `step`, logits [n_step, V]."""
         starts, chosen = self._pack.starts[step], self._pack.targets[step]
         started = self._started[starts]
-        before = self._all_right[starts] & started
+        before = self._all_right[starts]
         right = before & (logits.argmax(-1) == self._best[chosen])
         overlap = torch.cat(
             [
@@ -342,7 +343,7 @@ class _Chain:
             ]
             or [logits.new_zeros(0, dtype=torch.float32)]
         )
-        accepted = self._accepted[starts] * started * overlap
+        accepted = self._accepted[starts] * overlap
         self._started = torch.zeros_like(self._started).index_put_((starts,), started)
         self._all_right = torch.zeros_like(self._all_right).index_put_((starts,), right)
         self._accepted = torch.zeros_like(self._accepted).index_put_((starts,), accepted)

@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any
 from eagle3_train import charts, verifier, vocabulary
 from eagle3_train.config import Config
 from eagle3_train.errors import PipelineError
-from eagle3_train.extraction import DATASET
+from eagle3_train.extraction import DATASET, LINKS
 from eagle3_train.progress import bar
 from eagle3_train.run import TRAIN, Result, Stage, StageSpec, read_jsonl
-from eagle3_train.shards import LINKS
 
 if TYPE_CHECKING:
     from eagle3_train.vocabulary import VocabMap
@@ -60,12 +59,11 @@ def train(stage: Stage) -> Result:
     """
     from eagle3_train import training_loop
 
-    config = stage.config
     data = check_data(stage)
     if data.cut:
         print(f"{data.cut} samples are longer than training.pack_tokens and are cut to it")
     steps, timing = training_loop.run(stage, data)
-    return _summarise(stage, config, steps, data, timing)
+    return _summarise(stage, steps, data, timing)
 
 
 def check_data(stage: Stage) -> Data:
@@ -149,11 +147,11 @@ def draft_vocabulary(stage: Stage, data: Data) -> VocabMap:
     return vocabulary.choose(counts["train"], stage.config)
 
 
-def _summarise(stage: Stage, config: Config, steps: int, data: Data, timing: dict[str, float]) -> Result:
+def _summarise(stage: Stage, steps: int, data: Data, timing: dict[str, float]) -> Result:
     from eagle3_train.checkpoints import Checkpoints
     from eagle3_train.step import expected_acceptance_length
 
-    settings = config.training
+    settings = stage.config.training
     best = Checkpoints(stage.folder / CHECKPOINTS, settings.keep_checkpoints).best()
     assert best is not None
     assert best.metrics is not None

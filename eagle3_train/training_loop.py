@@ -12,7 +12,6 @@ import json
 import logging
 import math
 import os
-import signal
 import sys
 import time
 import warnings
@@ -21,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -63,26 +61,28 @@ def run(stage: Stage, data: Data) -> tuple[int, dict[str, float]]:
     wanted = settings.processes or min(torch.cuda.device_count() or 1, settings.batch_size)
     whole = Checkpoints(stage.folder / CHECKPOINTS, settings.keep_checkpoints).whole()
     made = whole[-1].step if whole else 0
+    lengths, drawn = _lengths_and_order(stage.config, data)
     started = time.monotonic()
     if wanted == 1 or distributed.under_torchrun():
         with distributed.place() as place:
-            timing = _Loop(stage, place.told(data), place).run()
+            timing = _Loop(stage, place.told(data), place, drawn).run()
     else:
         command = [sys.executable, "-m", "eagle3_train.training_loop", "--run", str(stage.run.path)]
         told = json.dumps({**asdict(data), "path": str(data.path)})
         distributed.start(command, wanted, stage.folder, {_DATA: told})
         timing = {"training_seconds": round(time.monotonic() - started, 2)}
-    steps = _order(stage.config, data).steps
-    lengths = _shards(stage.config, data, "train").lengths
-    rows = [row for step in steps[made:] for pack in step for row in pack]
-    return len(steps), {**timing, "trained_tokens": sum(min(lengths[row], settings.pack_tokens) for row in rows)}
+    rows = [row for step in drawn.steps[made:] for pack in step for row in pack]
+    return len(drawn.steps), {**timing, "trained_tokens": sum(min(lengths[row], settings.pack_tokens) for row in rows)}
 
 
-def _order(config: Config, data: Data) -> Order:
-    settings = config.training
-    lengths = _shards(config, data, "train").lengths
+def _lengths_and_order(config: Config, data: Data) -> tuple[list[int], Order]:
+    """Tokens of each training row, and which packs every step takes."""
+    settings, lengths = config.training, _shards(config, data, "train").lengths
     warnings.filterwarnings("ignore", message=".*longer than batch_max_length")  # counted by the stage
-    return order(lengths, settings.pack_tokens, settings.batch_size, settings.epochs, settings.seed, settings.max_steps)
+    drawn = order(
+        lengths, settings.pack_tokens, settings.batch_size, settings.epochs, settings.seed, settings.max_steps
+    )
+    return lengths, drawn
 
 
 def _shards(config: Config, data: Data, split: str) -> Shards:
@@ -115,7 +115,7 @@ class _Progress:
 class _Loop:
     """One process's part of a training."""
 
-    def __init__(self, stage: Stage, data: Data, place: Place):
+    def __init__(self, stage: Stage, data: Data, place: Place, drawn: Order):
         self.stage, self.place, self.settings = stage, place, stage.config.training
         _quiet_libraries()
         torch.manual_seed(self.settings.seed)
@@ -133,7 +133,7 @@ class _Loop:
         self.draft = draft
         self.step: nn.Module = _make_step(draft.to(place.device), stage.config, place)
         self.optimizers = _optimizers(draft, stage.config)
-        self.order = _order(stage.config, data)
+        self.order = drawn
         self.schedules = [_schedule(optimizer, stage.config, len(self.order.steps)) for optimizer in self.optimizers]
         self.made = 0
         if self.resumed is not None:
@@ -156,7 +156,8 @@ class _Loop:
         progress = bar(total=total, initial=self.made, desc="04 training", unit="step", disable=not self.place.first)
         packs = _on_device(self.packs, self.place.device)
         logged = _metrics_log(self.stage) if self.place.first else contextlib.nullcontext()
-        with progress, logged, _stop_requests() as stop:
+        # Obeyed between two steps, where weights and optimizer agree.
+        with progress, logged, distributed.stop_requests() as stop:
             interval = _Progress(time.monotonic())
             for weights in self.weights:
                 self._optimize(packs, weights, interval)
@@ -395,22 +396,6 @@ def _on_device(packs: Iterable[Pack], device: torch.device) -> Iterator[Pack]:
 
 
 @contextmanager
-def _stop_requests() -> Iterator[list[BaseException]]:
-    """Collects Ctrl-C, SIGTERM and SIGHUP, to be obeyed between two steps, where weights and optimizer agree."""
-    asked: list[BaseException] = []
-
-    def note(number: int, _frame: FrameType | None) -> None:
-        asked.append(KeyboardInterrupt() if number == signal.SIGINT else Terminated())
-
-    before = {number: signal.signal(number, note) for number in distributed.STOP_SIGNALS}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
 def _metrics_log(stage: Stage) -> Iterator[None]:
     """Metrics go to metrics.jsonl and, by speculators' own handlers, to the trackers that are installed."""
     from speculators.train.logger import setup_metric_logger
@@ -460,13 +445,17 @@ def lead(stage_main: Callable[[], NoReturn]) -> NoReturn:
                 place.told(None)
 
 
+def _loop_of_rank(stage: Stage, data: Data, place: Place) -> _Loop:
+    return _Loop(stage, data, place, _lengths_and_order(stage.config, data)[1])
+
+
 def follow() -> int:
     """Every other process of torchrun."""
     arguments, config = parse(None, __doc__ or "")
     with distributed.place() as place:
         data = place.told(None)
         if data is not None:  # otherwise there is nothing to do, and the first process says so
-            _Loop(Stage(Run(arguments.run, config), TRAIN), data, place).run()
+            _loop_of_rank(Stage(Run(arguments.run, config), TRAIN), data, place).run()
     return 0
 
 
@@ -475,7 +464,8 @@ def _worker() -> int:
     arguments, config = parse(None, __doc__ or "")
     told = json.loads(os.environ[_DATA])
     with distributed.place() as place:
-        _Loop(Stage(Run(arguments.run, config), TRAIN), Data(**{**told, "path": Path(told["path"])}), place).run()
+        data = Data(**{**told, "path": Path(told["path"])})
+        _loop_of_rank(Stage(Run(arguments.run, config), TRAIN), data, place).run()
     return 0
 
 

@@ -26,6 +26,24 @@ DTYPE_BYTES = {"BF16": 2, "F32": 4, "I32": 4}
 GROUP = 32  # weights that share one INT4 scale
 PER_WORD = 8  # INT4 weights in an I32
 
+# The published Llama drafts for Kimi-K2 and K2.5 (AQ-MedAI, lightseekorg; LlamaForCausalLMEagle3), `midlayer.` there:
+# what is trained, and the whole checkpoint with a vocabulary of 32,000.
+DRAFT_TRAINED = {
+    "fc.weight": [7168, 21504],
+    "layers.0.self_attn.q_proj.weight": [8192, 14336],
+    "layers.0.self_attn.k_proj.weight": [8192, 14336],
+    "layers.0.self_attn.v_proj.weight": [8192, 14336],
+    "layers.0.self_attn.o_proj.weight": [7168, 8192],
+    "layers.0.mlp.gate_proj.weight": [12288, 7168],
+    "layers.0.mlp.up_proj.weight": [12288, 7168],
+    "layers.0.mlp.down_proj.weight": [7168, 12288],
+    "layers.0.input_layernorm.weight": [7168],
+    "layers.0.hidden_norm.weight": [7168],
+    "layers.0.post_attention_layernorm.weight": [7168],
+    "norm.weight": [7168],
+}
+DRAFT_PUBLISHED = DRAFT_TRAINED | {"lm_head.weight": [32000, 7168], "d2t": [32000]}
+
 SPECIAL_TOKENS = {
     163584: "[BOS]",
     163585: "[EOS]",

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -508,43 +508,41 @@ def test_a_stopped_script_says_so_with_its_exit_code_and_the_rerun_completes(
     assert set(again.values()) == {1}
 
 
-def test_sigterm_is_obeyed_whatever_the_event_loop_is_doing(tmp_path: Path) -> None:
-    """A signal that arrives while a callback of the loop runs, as each byte from the network is one."""
+def strike() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    for _ in range(1000):  # the interpreter delivers it between two of these
+        pass
 
-    def strike() -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        for _ in range(1000):  # the interpreter delivers it between two of these
-            pass
+
+def assert_sigterm_ends(worker: Coroutine[Any, Any, None]) -> None:
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        with pytest.raises(Terminated):
+            asyncio.run(watch_server(Server("http://127.0.0.1:1/v1", "none"), [worker]))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_sigterm_is_obeyed_whatever_the_event_loop_is_doing() -> None:
+    """A signal that arrives while a callback of the loop runs, as each byte from the network is one."""
 
     async def worker() -> None:
         asyncio.get_running_loop().call_soon(strike)
         await asyncio.sleep(1)
 
-    before = signal.signal(signal.SIGTERM, _terminate)
-    try:
-        with pytest.raises(Terminated):
-            asyncio.run(watch_server(Server("http://127.0.0.1:1/v1", "none"), [worker()]))
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    assert_sigterm_ends(worker())
 
 
 def test_a_signal_that_ends_a_librarys_own_task_leaves_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
-    async def strikes() -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        for _ in range(1000):  # the interpreter delivers it between two of these
-            pass
+    async def of_a_library() -> None:
+        strike()
 
     async def worker() -> None:
-        task = asyncio.create_task(strikes())
+        task = asyncio.create_task(of_a_library())
         await asyncio.sleep(1)
         await task
 
-    before = signal.signal(signal.SIGTERM, _terminate)
-    try:
-        with pytest.raises(Terminated):
-            asyncio.run(watch_server(Server("http://127.0.0.1:1/v1", "none"), [worker()]))
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    assert_sigterm_ends(worker())
     gc.collect()  # an unread exception is reported when its task goes
     assert "never retrieved" not in caplog.text
 

@@ -21,8 +21,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle3_train.errors import PipelineError
+from eagle3_train.extraction import LINKS
 from eagle3_train.packs import Order, Pack, lay_out, order, rows_kept
-from eagle3_train.shards import LINKS, Shards
+from eagle3_train.shards import Shards
 
 LAYERS, HIDDEN = 4, 5
 Sample = dict[str, Tensor]
@@ -116,8 +117,7 @@ def test_every_row_keeps_its_own_token_states_and_position(whole: bool) -> None:
             assert torch.equal(pack.states[at], samples[document]["states"][row])
             assert pack.positions[at] == row + 1
         expected = {guess[:2] for guess in expected_guesses(samples, tokens, 0)}
-        begun = [place[row] for row, own in zip(pack.active.tolist(), pack.begun.tolist(), strict=True) if own]
-        assert set(begun) == expected
+        assert {place[row] for row in pack.active[pack.starts[0]].tolist()} == expected
 
 
 def test_a_guess_reads_the_tokens_of_its_own_document() -> None:
@@ -195,7 +195,6 @@ def test_documents_without_a_learnt_token_start_nothing(masks: tuple[list[int], 
     assert pack.tokens == sum(len(mask) for mask in masks)
     assert [len(starts) for starts in pack.starts] == [len(targets) for targets in pack.targets] == [0, 0, 0]
     assert len(pack.learnt) == 0
-    assert not pack.begun.any()
     assert len(pack.active) == (pack.tokens if whole else len(masks))
 
 
@@ -211,7 +210,7 @@ def test_every_tensor_is_moved() -> None:
         part for value in vars(pack.to("meta")).values() for part in (value if isinstance(value, tuple) else (value,))
     ]
     moved = [tensor.device.type for tensor in tensors if isinstance(tensor, Tensor)]
-    assert moved == ["meta"] * (8 + 2 * 3)
+    assert moved == ["meta"] * (7 + 2 * 3)
 
 
 # ---- from disk

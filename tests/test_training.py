@@ -320,16 +320,22 @@ def test_max_steps_means_exactly_that_and_the_schedule_ends_there(
     assert result.summary["trained_tokens"] <= 3 * sum(lengths.values()) * made / STEPS + PACK_TOKENS * 2
 
 
-def test_max_steps_hold_over_a_kill(data: Run, tmp_path: Path) -> None:
-    whole = copy_of(data, tmp_path / "whole", max_steps=17)
+def assert_a_kill_changes_nothing(data: Run, tmp_path: Path, *, after: int, **settings: Any) -> Run:
+    """A training killed with -9 after so many steps ends as one that nothing stopped, which is returned."""
+    whole = copy_of(data, tmp_path / "whole", **settings)
     trained(whole)
-    run = copy_of(data, tmp_path / "killed", max_steps=17, checkpoint_steps=4)
+    run = copy_of(data, tmp_path / "killed", **settings, checkpoint_steps=4)
     with script(run) as process:
-        wait_for_steps(run, process, 15)
+        wait_for_steps(run, process, after)
         process.kill()
         ended(process)
     trained(run)
     assert_ends_alike(run, whole)
+    return whole
+
+
+def test_max_steps_hold_over_a_kill(data: Run, tmp_path: Path) -> None:
+    assert_a_kill_changes_nothing(data, tmp_path, after=15, max_steps=17)
 
 
 def plainly(config: Config, folder: Path, dataset: Path, batch_size: int) -> tuple[list[float], float]:
@@ -395,17 +401,8 @@ def test_threads_that_read_ahead_change_nothing(data: Run, undisturbed: tuple[Ru
 
 def test_muon_learns_and_resumes_bit_for_bit(data: Run, tmp_path: Path) -> None:
     settings = {"optimizer": "muon", "muon_period": 3, "max_steps": 20}
-    whole = copy_of(data, tmp_path / "whole", **settings)
-    trained(whole)
-    losses = losses_of(whole)
+    losses = losses_of(assert_a_kill_changes_nothing(data, tmp_path, after=10, **settings))
     assert losses[-1] < losses[0] / 2
-    run = copy_of(data, tmp_path / "killed", **settings, checkpoint_steps=4)
-    with script(run) as process:
-        wait_for_steps(run, process, 10)
-        process.kill()
-        ended(process)
-    trained(run)
-    assert_ends_alike(run, whole)
 
 
 def test_a_draft_of_two_layers_learns(data: Run, tmp_path: Path) -> None:
