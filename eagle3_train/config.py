@@ -205,6 +205,12 @@ class Extraction(Section):
 
     storage_dtype: Literal["bfloat16", "float32", "float8_e4m3"] = "bfloat16"
     """Type of the states on disk; float8_e4m3 takes half of bfloat16's room, with one scale a token."""
+    disk_budget_gb: float | None = Field(None, gt=0)
+    """Most that this stage's folder may take [GB of 1e9 bytes]; null keeps every state. Within a budget 02 and 04 take
+    turns: the states that training takes next are made, trained on, and deleted for the next wave."""
+    wave_epochs: Literal["again", "replay"] = "again"
+    """Several epochs within disk_budget_gb: again makes the states anew for every epoch, and the result is that of an
+    unlimited disk; replay trains all epochs on a wave before it is deleted, which is one extraction but another order."""
     cut_off: Literal["keep", "drop"] = "keep"
     """Traces that hit generation.max_tokens: keep trains on what was said, without an end; drop leaves them out."""
     repetition: Literal["keep", "drop"] = "drop"
