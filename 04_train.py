@@ -4,7 +4,8 @@ Reads   RUN/02_hidden, RUN/03_vocab (or --prepared-data), and the verifier's emb
 Writes  RUN/04_train/checkpoints, metrics.jsonl, TensorBoard's files in trackers/, curves.png
 
 Every visible GPU that --batch-size can use takes part. Stopped at any moment, the same command goes on from the last
-whole checkpoint; Ctrl-C and SIGTERM save one first.
+whole checkpoint; Ctrl-C and SIGTERM save one first. Exit code 4: the states on disk are used up (--extraction.
+disk_budget_gb), and 02 must make the next ones.
 
     python 04_train.py --run runs/tiny
     python 04_train.py --run runs/other --preset presets/tiny.yaml --prepared-data DIR  (a data set of speculators')

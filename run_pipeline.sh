@@ -71,6 +71,11 @@ stage 01  01_prepare_data.py       "which questions to ask"
 stage 01b 01b_generate_synthetic.py "the verifier thinks and answers"
 stage 02  02_extract_hidden.py     "its hidden states for every token it said"
 stage 03  03_build_vocab_map.py    "which tokens the draft may propose"
-stage 04  04_train.py              "the draft learns to guess them"
+# 04 ends with 4 where the states on disk do (extraction.disk_budget_gb): 02 makes the next ones in their place.
+until stage 04 04_train.py         "the draft learns to guess them"; do
+    ended=$?
+    [ "$ended" = 4 ] && [ "$FIRST" -le "$(position 02)" ] || exit "$ended"
+    stage 02  02_extract_hidden.py "the states of the next steps"
+done
 stage 05  05_export_vllm.py        "the draft as vLLM serves it"
 stage 06  06_evaluate.py           "how many of its guesses vLLM accepts"

@@ -19,14 +19,15 @@ def stage_main(
     description: str | None,
     *,
     choose: Callable[[Config], StageSpec] | None = None,
+    wants_more: Callable[[Stage], bool] | None = None,
     afterwards: Callable[[Stage], None] | None = None,
 ) -> NoReturn:
     """Parse the arguments, skip or do the stage's `work`, keep its manifest and timing, exit with its code.
 
-    `choose` picks another spec by the configuration; `afterwards` is called on the finished stage, also when it was
-    done already.
+    `choose` picks another spec by the configuration; `wants_more` says of a stage that is done whether there is more
+    to do; `afterwards` is called on the finished stage, also when it was done already.
     """
-    exit_with(spec.script, lambda: _run_stage(spec, work, description or "", choose, afterwards))
+    exit_with(spec.script, lambda: _run_stage(spec, work, description or "", choose, wants_more, afterwards))
 
 
 def exit_with(script: str, main: Callable[[], int]) -> NoReturn:
@@ -56,6 +57,7 @@ def _run_stage(
     work: Callable[[Stage], Result],
     description: str,
     choose: Callable[[Config], StageSpec] | None,
+    wants_more: Callable[[Stage], bool] | None,
     afterwards: Callable[[Stage], None] | None,
 ) -> int:
     arguments, config = parse(None, description)
@@ -63,7 +65,7 @@ def _run_stage(
     run = Run(arguments.run, config)
     stage = Stage(run, spec)
     with stage.locked():
-        if stage.begin(force=arguments.force):
+        if stage.begin(force=arguments.force, wants_more=wants_more):
             _work(stage, work)
         else:
             manifest = stage.manifest or {}

@@ -206,11 +206,11 @@ class Extraction(Section):
     storage_dtype: Literal["bfloat16", "float32", "float8_e4m3"] = "bfloat16"
     """Type of the states on disk; float8_e4m3 takes half of bfloat16's room, with one scale a token."""
     disk_budget_gb: float | None = Field(None, gt=0)
-    """Most that this stage's folder may take [GB of 1e9 bytes]; null keeps every state. Within a budget 02 and 04 take
+    """Most that hidden states may take on disk [GB of 1e9 bytes]; null keeps them all. Within a budget 02 and 04 take
     turns: the states that training takes next are made, trained on, and deleted for the next wave."""
     wave_epochs: Literal["again", "replay"] = "again"
-    """Several epochs within disk_budget_gb: again makes the states anew for every epoch, and the result is that of an
-    unlimited disk; replay trains all epochs on a wave before it is deleted, which is one extraction but another order."""
+    """Several epochs within disk_budget_gb: again makes the states anew for each of them, with an unlimited disk's
+    result; replay trains all epochs on a wave before it is deleted: one extraction, but another order."""
     cut_off: Literal["keep", "drop"] = "keep"
     """Traces that hit generation.max_tokens: keep trains on what was said, without an end; drop leaves them out."""
     repetition: Literal["keep", "drop"] = "drop"
@@ -457,6 +457,19 @@ class Config(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         # Environment variables are no source: a run must not depend on what a shell happens to export.
         return (init_settings, _PresetSource(settings_cls))
+
+    @model_validator(mode="after")
+    def _one_pass_has_no_waves(self) -> Config:
+        if self.extraction.disk_budget_gb is not None and self.generation.capture == "one_pass":
+            raise ValueError(
+                "extraction.disk_budget_gb needs generation.capture two_pass: one_pass saves the states of every answer"
+            )
+        return self
+
+    @property
+    def in_waves(self) -> bool:
+        """Whether the states that are trained on are made, and deleted, wave by wave."""
+        return self.extraction.disk_budget_gb is not None and self.training.prepared_data is None
 
     def dump(self) -> str:
         """The configuration as YAML, as kept in `run.yaml`."""

@@ -1,8 +1,9 @@
 """The errors a user is meant to read, and the exit codes a shell can trust.
 
 0  done, or already done          3    a gate failed: the result exists and is not good enough
-1  refused, with the remedy       130  interrupted (Ctrl-C)
-2  wrong arguments or preset      143  terminated (SIGTERM)
+1  refused, with the remedy       4    04 has trained on the states that are on disk: 02 makes the next ones
+2  wrong arguments or preset      130  interrupted (Ctrl-C)
+                                  143  terminated (SIGTERM)
 """
 
 from __future__ import annotations
@@ -24,6 +25,12 @@ class GateFailed(PipelineError):
     """A measured result below the preset's floor; everything made is kept."""
 
     exit_code = 3
+
+
+class MoreStates(PipelineError):
+    """Training has used the hidden states that are on disk; what it learnt is kept."""
+
+    exit_code = 4
 
 
 class Terminated(SystemExit):

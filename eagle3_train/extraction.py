@@ -5,6 +5,7 @@
     02_hidden/dataset/                  Arrow rows: id, input_ids, loss_mask, seq_len; train rows, then val rows
     02_hidden/dataset/hidden_states/hs_<row>.safetensors -> ../../shards/<id>.safetensors
     02_hidden/parity.jsonl              the numbers of each parity gate, on canaries.json and canary_states/
+    02_hidden/wave.json                 within a disk budget: which steps of training the shards are for (waves.py)
 
 Shards are named by id, so a larger sample keeps what is there; the numbered names that speculators' `ArrowDataset`
 and `FileTransfer` (float8: `FP8Transfer`) look for are relative links made last. `speculators train --data-path
@@ -19,15 +20,16 @@ rest, if there is any.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eagle3_train import parity, verifier
 from eagle3_train import server as vllm
@@ -45,12 +47,15 @@ from eagle3_train.capture import (
     token_bytes,
 )
 from eagle3_train.config import Config
-from eagle3_train.errors import PipelineError
+from eagle3_train.errors import MoreStates, PipelineError
 from eagle3_train.generation import SERVER_LOG, TRACES_FILE, is_left_out, prompt_of
 from eagle3_train.one_pass import STATES, STATES_INDEX
 from eagle3_train.progress import bar
 from eagle3_train.prompts import PROMPTS_FILE
-from eagle3_train.run import ERRORS, JsonlLog, Result, Stage, check_set_aside, read_jsonl, write_text
+from eagle3_train.run import ERRORS, TRAIN, JsonlLog, Result, Stage, check_set_aside, read_jsonl, write_text
+
+if TYPE_CHECKING:
+    from eagle3_train.waves import Wave
 
 __all__ = ["DATASET", "INDEX", "LINKS", "SHARDS", "Sample", "extract", "publish", "read_samples", "token_bytes"]
 
@@ -105,8 +110,11 @@ class Traces:
 
 
 def extract(stage: Stage) -> Result:
-    """Save and check the states of every trace that has none yet, then publish the data set."""
-    with disk_full_is_no_crash(stage.folder):
+    """Save and check the states of every trace that has none yet, then publish the data set.
+
+    In waves (waves.py): those of the validation split, and of what training takes next.
+    """
+    with disk_full_is_no_crash(stage.folder), _training_stands_still(stage):
         return _extract(stage)
 
 
@@ -116,17 +124,19 @@ def _extract(stage: Stage) -> Result:
     samples, left_out = read_samples(stage)
     shards = stage.folder / SHARDS
     staging = fresh_staging(stage.folder, shards)
-    index_path = stage.folder / INDEX
-    have = _whole_shards(index_path, shards, samples)
+    index_path, errors_path = stage.folder / INDEX, stage.folder / ERRORS
+    wave, wanted = _wave(stage, samples) if config.in_waves else (None, samples)
+    have = _whole_shards(index_path, shards, wanted)
     _rewrite_index(index_path, have)
     if have:
-        print(f"{len(have)} of {len(samples)} traces have their states already")
-    errors_path = stage.folder / ERRORS
-    errors_path.unlink(missing_ok=True)
+        print(f"{len(have)} of {len(wanted)} traces have their states already")
+    if config.in_waves:
+        _remove_others(shards, wanted)
+    _forget_errors(errors_path, wanted)
     seconds = 0.0
     traces_folder = stage.input("01b_traces")
     with JsonlLog(index_path) as index, JsonlLog(errors_path) as errors, Traces(traces_folder / TRACES_FILE) as traces:
-        missing = [sample for sample in samples if sample.id not in have]
+        missing = [sample for sample in wanted if sample.id not in have]
         taken = _take_over(traces_folder, missing, shards, index, Expected.of(config))
         missing = [sample for sample in missing if sample.id not in taken]
         if missing:
@@ -140,14 +150,119 @@ def _extract(stage: Stage) -> Result:
     shutil.rmtree(staging)
     set_aside = sum(1 for _ in read_jsonl(errors_path))
     check_set_aside("traces", set_aside, len(samples), settings.max_set_aside, errors_path)
-    wanted = {sample.id for sample in samples}
-    rows = {row["id"]: row for row in read_jsonl(index_path) if row["id"] in wanted}
-    kept = [sample for sample in samples if sample.id in rows]
-    _rewrite_index(index_path, {sample.id: rows[sample.id] for sample in kept})
+    ids = {sample.id for sample in wanted}
+    rows = {row["id"]: row for row in read_jsonl(index_path) if row["id"] in ids}
+    # Training rows of other waves are in the data set without their states.
+    kept = [sample for sample in samples if sample.id in rows or (config.in_waves and sample.split == "train")]
+    _rewrite_index(index_path, {sample.id: rows[sample.id] for sample in kept if sample.id in rows})
     with Traces(traces_folder / TRACES_FILE) as traces:
-        publish(stage.folder, map(traces.load, sorted(kept, key=lambda sample: sample.split != "train")))
+        publish(stage.folder, map(traces.load, _training_first(kept)))
     new_tokens = sum(sample.tokens for sample in missing if sample.id in rows)
-    return _summarise(kept, rows, new_tokens, len(taken), left_out, set_aside, seconds)
+    result = _summarise(kept, rows, new_tokens, len(taken), left_out, set_aside, seconds)
+    if config.in_waves:
+        result = _keep_wave(stage, wave, samples, rows.keys(), result)
+    return result
+
+
+# In waves ------------------------------------------------------------------------------------------------------------
+
+
+def wants_more(stage: Stage) -> bool:
+    """Whether a stage that is done must make the next wave of states, for training has used the one it holds."""
+    if not stage.config.in_waves:
+        return False
+    from eagle3_train import waves
+
+    if waves.trained_otherwise(stage.run):
+        return False  # 04 refuses, and says what to do
+    lengths = train_lengths(stage.folder / DATASET)
+    try:
+        wave = waves.of_training(stage, lengths)
+    except MoreStates:
+        return True
+    drawn = waves.training_order(stage.config, lengths, wave.room)
+    links = stage.folder / DATASET / LINKS
+    needed = drawn.rows(wave.first_step, wave.last_step).difference(wave.left_out)
+    return not all((links / f"hs_{row}.safetensors").exists() for row in needed)
+
+
+def train_lengths(dataset: Path) -> list[int]:
+    """Tokens of each training row of a published data set."""
+    import datasets
+
+    table = datasets.load_from_disk(str(dataset)).with_format(None)
+    return list(table["seq_len"])[: sum(split == "train" for split in table["split"])]
+
+
+@contextlib.contextmanager
+def _training_stands_still(stage: Stage) -> Iterator[None]:
+    if not stage.config.in_waves:
+        yield
+        return
+    # It reads what a new wave deletes.
+    with Stage(stage.run, TRAIN).locked():
+        yield
+
+
+def _wave(stage: Stage, samples: list[Located]) -> tuple[Wave | None, list[Located]]:
+    """The wave to hold, written down before anything of the one before it is deleted, and the samples it takes."""
+    from eagle3_train import waves
+
+    ordered = _training_first(samples)
+    train = [sample for sample in ordered if sample.split == "train"]
+    val = ordered[len(train) :]
+    wave, rows = waves.coming(
+        stage.run,
+        [sample.tokens for sample in train],
+        [sample.tokens for sample in val],
+        waves.digest_of_samples((sample.id, sample.digest) for sample in ordered),
+    )
+    if wave is not None:
+        waves.keep(stage.folder, wave)
+    if wave is None or wave.published:
+        # The data set stays as it is: what it lacks is not made again.
+        errors_path = stage.folder / ERRORS
+        aside = {row["id"] for row in read_jsonl(errors_path)} if errors_path.exists() else set()
+        val = [sample for sample in val if sample.id not in aside]
+    return wave, [train[row] for row in sorted(rows)] + val
+
+
+def _keep_wave(
+    stage: Stage, wave: Wave | None, samples: list[Located], made: Collection[str], result: Result
+) -> Result:
+    """Write down that the wave is whole, and say so; the manifest vouches for the data set: its states come and go."""
+    from eagle3_train import waves
+
+    line = "every step of the training is made; what it read is deleted"
+    if wave is not None:
+        train = [sample for sample in _training_first(samples) if sample.split == "train"]
+        drawn = waves.training_order(stage.config, [sample.tokens for sample in train], wave.room)
+        rows = drawn.rows(wave.first_step, wave.last_step)
+        left_out = sorted(row for row in rows if train[row].id not in made)
+        waves.keep(stage.folder, replace(wave, whole=True, published=True, left_out=left_out))
+        line = f"wave {wave.number}: {len(rows)} of {len(train)} training samples, for steps {wave.first_step + 1} to "
+        line += f"{wave.last_step} of {wave.steps}"
+        result.summary.update(wave=wave.number, first_step=wave.first_step, last_step=wave.last_step)
+    return Result([DATASET], result.summary, [*result.lines, line])
+
+
+def _remove_others(shards: Path, wanted: list[Located]) -> None:
+    keep = {f"{sample.id}.safetensors" for sample in wanted}
+    for path in shards.iterdir():
+        if path.name not in keep:
+            path.unlink()
+
+
+def _forget_errors(path: Path, wanted: list[Located]) -> None:
+    """What is tried again has not failed."""
+    if path.exists():
+        tried = {sample.id for sample in wanted}
+        _rewrite_rows(path, [row for row in read_jsonl(path) if row["id"] not in tried])
+
+
+def _training_first(samples: list[Located]) -> list[Located]:
+    """As the data set has them."""
+    return sorted(samples, key=lambda sample: sample.split != "train")
 
 
 # Which samples -------------------------------------------------------------------------------------------------------
@@ -231,7 +346,11 @@ def _take_over(traces: Path, missing: list[Located], shards: Path, index: JsonlL
 
 
 def _rewrite_index(path: Path, rows: dict[str, dict[str, Any]]) -> None:
-    write_text(path, "".join(json.dumps(row) + "\n" for row in rows.values()))
+    _rewrite_rows(path, rows.values())
+
+
+def _rewrite_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 # The work ------------------------------------------------------------------------------------------------------------
@@ -292,12 +411,15 @@ async def extract_all(
                     sample = traces.load(located)
                     with room.promised(located.tokens * expected.token_bytes):
                         for attempt in range(1, _ATTEMPTS + 1):
+                            answer = None
                             try:
                                 async with engine:
                                     answer = await capturer.prefill(sample.token_ids, f"{sample.id}-{attempt}")
                                 index.append(await capturer.keep(answer, sample, folder / SHARDS))
                                 break
                             except SetAside as problem:
+                                if answer is not None:
+                                    await capturer.discard(answer)  # its room is for the next attempt
                                 if attempt == _ATTEMPTS:
                                     errors.append({"id": sample.id, "reason": problem.reason, "detail": problem.detail})
                     progress.update(located.tokens)
@@ -370,7 +492,7 @@ def _summarise(
     seconds: float,
 ) -> Result:
     tokens = sum(sample.tokens for sample in kept)
-    size = sum(rows[sample.id]["bytes"] for sample in kept)
+    size = sum(row["bytes"] for row in rows.values())
     train = sum(sample.split == "train" for sample in kept)
     summary = {
         "samples": len(kept),

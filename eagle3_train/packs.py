@@ -6,9 +6,10 @@ learnt, T training-time-test (TTT) steps, A captured auxiliary layers, H hidden 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -152,7 +153,7 @@ class Order:
 
     Attributes:
         steps: for each optimizer step, its packs, each a list of dataset rows.
-        epoch_ends: number of steps made when each epoch ends.
+        epoch_ends: number of steps made when each epoch ends; of several parts, when each part does.
     """
 
     steps: list[list[list[int]]]
@@ -162,15 +163,33 @@ class Order:
         """The epoch, from 0, that step number `step` (from 0) belongs to."""
         return sum(end <= step for end in self.epoch_ends)
 
-    def of_rank(self, rank: int, ranks: int, first_step: int) -> tuple[list[list[int]], list[list[float]]]:
-        """What one rank reads from `first_step` on.
+    def rows(self, first_step: int, last_step: int) -> set[int]:
+        """Every row that the steps from `first_step` to before `last_step` take."""
+        return {row for step in self.steps[first_step:last_step] for pack in step for row in pack}
+
+    def without(self, rows: Collection[int]) -> Order:
+        """The same steps with these rows left out; a step that is left with none takes the packs of one beside it."""
+        if not rows:
+            return self
+        kept = [[[row for row in pack if row not in rows] for pack in step] for step in self.steps]
+        steps = [[pack for pack in step if pack] for step in kept]
+        for number, step in enumerate(steps):
+            if not step:
+                beside = chain(reversed(steps[:number]), steps[number + 1 :])
+                steps[number] = next(other for other in beside if other)
+        return Order(steps, self.epoch_ends)
+
+    def of_rank(
+        self, rank: int, ranks: int, first_step: int, last_step: int | None = None
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """What one rank reads from `first_step` on, up to `last_step` or to the end.
 
         Returns:
             packs, in order, and for each step the weights of this rank's packs in the mean over the step's packs. A
             rank without a pack of its own left in a step repeats one at weight 0, so that all ranks keep in step.
         """
         packs, weights = [], []
-        for step in self.steps[first_step:]:
+        for step in self.steps[first_step:last_step]:
             own = step[rank::ranks]
             rounds = -(-len(step) // ranks)
             weights.append([1 / len(step)] * len(own) + [0.0] * (rounds - len(own)))
@@ -178,24 +197,38 @@ class Order:
         return packs, weights
 
 
-def order(lengths: Sequence[int], pack_tokens: int, batch_size: int, epochs: int, seed: int, most: int | None) -> Order:
+def order(
+    lengths: Sequence[int],
+    pack_tokens: int,
+    batch_size: int,
+    epochs: int,
+    seed: int,
+    most: int | None,
+    parts: Sequence[Sequence[int]] | None = None,
+) -> Order:
     """The order of a training: speculators' multipack sampler, drawn anew each epoch.
 
     Args:
         lengths: tokens of each row.
         batch_size: packs an optimizer step, over all ranks together.
         most: optimizer steps after which the training ends, or None.
+        parts: rows that are trained on for all epochs before the next part is; None is all rows in one.
     """
     from speculators.train.distributed_batch_sampler import MultipackDistributedBatchSamplerV2
 
+    warnings.filterwarnings("ignore", message=".*longer than batch_max_length")  # counted by stage 04
     steps: list[list[list[int]]] = []
     ends: list[int] = []
-    for epoch in range(epochs):
-        sampler = MultipackDistributedBatchSamplerV2(pack_tokens, lengths, num_replicas=1, rank=0, seed=seed)
-        sampler.set_epoch(epoch)
-        packs = [[int(row) for row in pack] for pack in sampler]
-        steps += [packs[first : first + batch_size] for first in range(0, len(packs), batch_size)]
-        ends.append(len(steps))
-        if most is not None and len(steps) >= most:
-            return Order(steps[:most], [*ends[:-1], most])
+    for number, part in enumerate([range(len(lengths))] if parts is None else parts):
+        sampler = MultipackDistributedBatchSamplerV2(
+            pack_tokens, [lengths[row] for row in part], num_replicas=1, rank=0, seed=seed
+        )
+        for epoch in range(epochs):
+            sampler.set_epoch(number * epochs + epoch)
+            packs = [[int(part[place]) for place in pack] for pack in sampler]
+            steps += [packs[first : first + batch_size] for first in range(0, len(packs), batch_size)]
+            if parts is None or epoch + 1 == epochs:
+                ends.append(len(steps))
+            if most is not None and len(steps) >= most:
+                return Order(steps[:most], [*(end for end in ends if end < most), most])
     return Order(steps, ends)

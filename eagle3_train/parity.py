@@ -91,6 +91,11 @@ def chosen(ids: Iterable[str]) -> list[str]:
     return sorted(ids)[:_COUNT]
 
 
+def most_tokens(config: Config, longest: int) -> int:
+    """Tokens whose states the gate may have on disk at a time, where no sample has more than `longest`."""
+    return (2 * _COUNT + config.extraction.concurrency) * min(longest, _LONGEST)
+
+
 async def pass_gate(capturer: Capturer, candidates: Sequence[list[int]], folder: Path, config: Config) -> None:
     """Capture the run's canaries and hold their states against what they must be; the numbers go to `parity.jsonl`.
 

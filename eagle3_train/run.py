@@ -16,7 +16,7 @@ import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -196,8 +196,10 @@ class Stage:
             settings["verifier files"] = verifier.fingerprint(self.config.verifier)
         return settings, inputs
 
-    def begin(self, *, force: bool) -> bool:
+    def begin(self, *, force: bool, wants_more: Callable[[Stage], bool] | None = None) -> bool:
         """Decide between skipping, going on and starting; returns False when there is nothing to do.
+
+        `wants_more` says of a stage that is done whether there is more to do all the same.
 
         Raises:
             PipelineError: the stage is there with another configuration and `force` was not asked for.
@@ -207,6 +209,8 @@ class Stage:
         if manifest is not None:
             # What is not on this machine now is what it was.
             settings = {n: manifest["config"].get(n) if _is_unknown(n, v) else v for n, v in settings.items()}
+            # A setting that did not exist then had its default's effect.
+            manifest["config"] = {**result_fields(Config.model_construct(), self.spec.sections), **manifest["config"]}
             inputs = {n: manifest["inputs"].get(n) if _is_unknown(n, v) else v for n, v in inputs.items()}
         # Of the start: what changes while the stage works is noticed the next time.
         self._made_from = settings, inputs
@@ -231,9 +235,10 @@ class Stage:
                 done = False
             elif done and not stale and not _changed(manifest["config"], settings):
                 damage = self._damage(manifest)
-                if damage is None:
+                if damage is not None:
+                    print(f"{self.folder}: {damage}; going on from what is whole")
+                elif wants_more is None or not wants_more(self):
                     return False
-                print(f"{self.folder}: {damage}; going on from what is whole")
                 done = False
         elif self.folder.exists() and any(self.folder.iterdir()):
             print(f"{self.folder} has no manifest, so nothing vouches for it; set aside: {self._set_aside()}")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,12 +21,13 @@ from typing import TYPE_CHECKING, Any
 from eagle3_train import charts, verifier, vocabulary
 from eagle3_train.config import Config
 from eagle3_train.errors import PipelineError
-from eagle3_train.extraction import DATASET, LINKS
+from eagle3_train.extraction import DATASET, LINKS, train_lengths
 from eagle3_train.progress import bar
 from eagle3_train.run import TRAIN, Result, Stage, StageSpec, read_jsonl
 
 if TYPE_CHECKING:
     from eagle3_train.vocabulary import VocabMap
+    from eagle3_train.waves import Wave
 
 CHECKPOINTS, METRICS, CURVES = "checkpoints", "metrics.jsonl", "curves.png"
 _VALIDATION_SHARE = 0.1  # of prepared data that names no split: speculators' own default
@@ -43,12 +45,14 @@ class Data:
     Attributes:
         path: a data set in speculators' format; its first `train` rows are trained on, the last `val` validate.
         cut: training rows longer than a pack.
+        wave: the part of the training that there are states for; None where there are states for all of it.
     """
 
     path: Path
     train: int
     val: int
     cut: int
+    wave: Wave | None = None
 
 
 def train(stage: Stage) -> Result:
@@ -57,12 +61,14 @@ def train(stage: Stage) -> Result:
     Raises:
         PipelineError: the shards, the verifier's tensors or a checkpoint will not do.
     """
-    from eagle3_train import training_loop
+    from eagle3_train import training_loop, waves
 
     data = check_data(stage)
     if data.cut:
         print(f"{data.cut} samples are longer than training.pack_tokens and are cut to it")
     steps, timing = training_loop.run(stage, data)
+    if data.wave is not None and data.wave.last_step < steps:
+        raise waves.more_states(stage.run, data.wave.last_step)
     return _summarise(stage, steps, data, timing)
 
 
@@ -71,21 +77,45 @@ def check_data(stage: Stage) -> Data:
 
     Raises:
         PipelineError: naming the first shard that will not do.
+        MoreStates: the next step's states are not on disk.
     """
     config = stage.config
     prepared = config.training.prepared_data
-    return check_dataset(
-        Path(prepared) if prepared else stage.input("02_hidden") / DATASET,
+    dataset = Path(prepared) if prepared else stage.input("02_hidden") / DATASET
+    wave, absent = _wave(stage, dataset) if config.in_waves else (None, set())
+    data = check_dataset(
+        dataset,
         verifier.captured_layer_ids(config.verifier),
         verifier.text_config(config.verifier).hidden_size,
         config.training.pack_tokens,
         remedy="prepare it again for this verifier" if prepared else "rerun 02_extract_hidden.py",
+        absent=absent,
     )
+    return dataclasses.replace(data, wave=wave)
 
 
-def check_dataset(dataset: Path, layer_ids: list[int], hidden_size: int, pack_tokens: int, remedy: str) -> Data:
-    """See `check_data`. speculators drops what it cannot read without a word, and a short shard shifts every later
-    document of a pack."""
+def _wave(stage: Stage, dataset: Path) -> tuple[Wave, set[int]]:
+    """The wave that is trained on, and the training rows that are not of it."""
+    from eagle3_train import waves
+
+    lengths = train_lengths(dataset)
+    wave = waves.of_training(stage, lengths)
+    rows = waves.training_order(stage.config, lengths, wave.room).rows(wave.first_step, wave.last_step)
+    return wave, set(range(len(lengths))) - rows.difference(wave.left_out)
+
+
+def check_dataset(
+    dataset: Path,
+    layer_ids: list[int],
+    hidden_size: int,
+    pack_tokens: int,
+    remedy: str,
+    absent: Collection[int] = frozenset(),
+) -> Data:
+    """See `check_data`; rows that are `absent` need no shard.
+
+    speculators drops what it cannot read without a word, and a short shard shifts every later document of a pack.
+    """
     import datasets
     from safetensors import SafetensorError, safe_open
 
@@ -97,6 +127,9 @@ def check_dataset(dataset: Path, layer_ids: list[int], hidden_size: int, pack_to
     cut = 0
     rows = table.with_format(None).select_columns(["input_ids", "seq_len"])
     for number, row in enumerate(bar(rows, desc="04 checking shards", unit="shard")):
+        cut += number < train and row["seq_len"] > pack_tokens
+        if number in absent:
+            continue
         path = dataset / LINKS / f"hs_{number}.safetensors"
         try:
             with safe_open(path, framework="pt") as shard:
@@ -113,7 +146,6 @@ def check_dataset(dataset: Path, layer_ids: list[int], hidden_size: int, pack_to
             )
         if ids != row["input_ids"] or len(ids) != row["seq_len"]:
             raise PipelineError(f"{path.resolve()}: a shard of other tokens than its row; {remedy}")
-        cut += number < train and row["seq_len"] > pack_tokens
     return Data(dataset, train, len(table) - train, cut)
 
 

@@ -14,7 +14,6 @@ import math
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -40,6 +39,7 @@ from eagle3_train.run import TRAIN, JsonlLog, Run, Stage
 from eagle3_train.shards import Shards
 from eagle3_train.step import TrainingStep, expected_acceptance_length, summarise
 from eagle3_train.training import CHECKPOINTS, METRICS, Data, draft_vocabulary, draw_curves
+from eagle3_train.waves import Wave, training_order
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -71,18 +71,21 @@ def run(stage: Stage, data: Data) -> tuple[int, dict[str, float]]:
         told = json.dumps({**asdict(data), "path": str(data.path)})
         distributed.start(command, wanted, stage.folder, {_DATA: told})
         timing = {"training_seconds": round(time.monotonic() - started, 2)}
-    rows = [row for step in drawn.steps[made:] for pack in step for row in pack]
+    rows = [row for step in drawn.steps[made : _until(data, drawn)] for pack in step for row in pack]
     return len(drawn.steps), {**timing, "trained_tokens": sum(min(lengths[row], settings.pack_tokens) for row in rows)}
 
 
 def _lengths_and_order(config: Config, data: Data) -> tuple[list[int], Order]:
     """Tokens of each training row, and which packs every step takes."""
-    settings, lengths = config.training, _shards(config, data, "train").lengths
-    warnings.filterwarnings("ignore", message=".*longer than batch_max_length")  # counted by the stage
-    drawn = order(
-        lengths, settings.pack_tokens, settings.batch_size, settings.epochs, settings.seed, settings.max_steps
-    )
-    return lengths, drawn
+    lengths = _shards(config, data, "train").lengths
+    if data.wave is None:
+        return lengths, training_order(config, lengths, None)
+    return lengths, training_order(config, lengths, data.wave.room).without(data.wave.left_out)
+
+
+def _until(data: Data, drawn: Order) -> int:
+    """Steps made when the states on disk are used up, or all."""
+    return len(drawn.steps) if data.wave is None else data.wave.last_step
 
 
 def _shards(config: Config, data: Data, split: str) -> Shards:
@@ -141,7 +144,8 @@ class _Loop:
             self._load_state(self.resumed.path / OPTIMIZER)
         best = self.checkpoints.best()
         self._best = best.expected_acceptance_length if best else None
-        packs, self.weights = self.order.of_rank(place.rank, place.ranks, self.made)
+        self.until = _until(data, drawn)
+        packs, self.weights = self.order.of_rank(place.rank, place.ranks, self.made, self.until)
         self.packs = _shards(stage.config, data, "train").packs(packs, self.settings.data_workers)
         self.validation_shards = _shards(stage.config, data, "val")
         validation = order(self.validation_shards.lengths, self.settings.pack_tokens, 1, 1, 0, None)
@@ -163,7 +167,7 @@ class _Loop:
                 self._optimize(packs, weights, interval)
                 stopping = self.place.any(bool(stop))
                 validating = self.made == total or self._validates()
-                saving = validating or stopping or self.made % self.settings.checkpoint_steps == 0
+                saving = validating or stopping or self._saves()
                 if saving or self._is_logged():
                     self._log(interval, progress)
                 progress.update()
@@ -244,6 +248,9 @@ class _Loop:
     def _tell(self, row: dict[str, Any]) -> None:
         if self.place.first:
             logging.getLogger(_METRICS_LOGGER).info(row, extra={"step": self.made})
+
+    def _saves(self) -> bool:
+        return self.made == self.until or self.made % self.settings.checkpoint_steps == 0
 
     def _validates(self) -> bool:
         every = self.settings.validation_steps
@@ -464,7 +471,8 @@ def _worker() -> int:
     arguments, config = parse(None, __doc__ or "")
     told = json.loads(os.environ[_DATA])
     with distributed.place() as place:
-        data = Data(**{**told, "path": Path(told["path"])})
+        wave = Wave(**told["wave"]) if told["wave"] else None
+        data = Data(**{**told, "path": Path(told["path"]), "wave": wave})
         _loop_of_rank(Stage(Run(arguments.run, config), TRAIN), data, place).run()
     return 0
 
