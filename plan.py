@@ -13,7 +13,7 @@ exit code 1, and says what would fit.
 
 import sys
 
-from eagle3_train.planning import main
+from eagle3_train.plan_command import main
 
 if __name__ == "__main__":
     sys.exit(main(__doc__))

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.common import RESULTS, ROOT, run_measured, stage_command, write_result
-from eagle3_train import planning
+from eagle3_train import plan_command, planning
 from eagle3_train.config import parse
 from eagle3_train.rates import read_run
 from eagle3_train.run import HIDDEN, TRACES, TRAIN, VOCAB, read_jsonl
@@ -59,7 +59,7 @@ def kept(samples: int) -> Path:
 def prediction(small: Path, large: Path) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds by stage and of `all`: of the larger run as planned from the smaller one's timings, and as it took."""
     flags = ["--preset", str(ROOT / "presets" / "tiny.yaml"), "--max-samples", str(LARGE), "--from", str(small)]
-    _, config = parse(flags, "", planning.PlanArguments)
+    _, config = parse(flags, "", plan_command.PlanArguments)
     planned = planning.make_plan(config)
     ((whole, *_),) = planned.options.values()
     work = planning.workload(config, LARGE, planned.length)

@@ -1,12 +1,14 @@
 """From a preset, a number of samples and rates: what every stage of a run takes, and whether the budgets allow it.
 
 The work is counted in tokens (`Workload`), divided by the rates of a box or of a measured run (`rates.py`), and
-shown for each way of making it: two passes or one, states in bf16 or fp8, whole or in waves.
+reckoned for each way of making it: two passes or one, states in bf16 or fp8, whole or in waves.
 
 How the ways are reckoned:
 - two passes: 01b generates, 02 loads the verifier again and prefills every token;
 - one pass: the states are saved while generating, so the second load and the prefill are not needed;
-- waves: train a part's epochs, delete its states, go on with the next; a start of server and trainer for each wave.
+- waves (two passes): the validation states stay, those that are trained on share the rest of the budget. `again`
+  prefills the training tokens for every epoch, as if none of their states were still there; `replay` once. Each wave
+  starts the verifier and the trainer once more.
 Not counted: pre-flight, the validation while training where the rate is not measured, and the moving of a rented
 box's data.
 """
@@ -16,24 +18,22 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import re
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from eagle3_train import rates, tables
-from eagle3_train.config import PRESETS, Config, Plan, parse
-from eagle3_train.errors import ConfigError, PipelineError
+from eagle3_train import rates
+from eagle3_train.config import Config, Plan
+from eagle3_train.errors import PipelineError
 from eagle3_train.rates import BOXES, ESTIMATE, MEASURED, PRIOR, Figure, MeasuredRun, Range, Speed
-from eagle3_train.run import EVALUATE, EXPORT, HIDDEN, PROMPTS, STAGES, TRACES, TRAIN, VOCAB, write_text
-from eagle3_train.tables import duration, size
+from eagle3_train.run import EVALUATE, EXPORT, HIDDEN, PROMPTS, TRACES, TRAIN, VOCAB
 from eagle3_train.verifier import TINY_DIRECTORY
 
 LOAD, GIVEN, FP8 = "verifier load", "given", "float8_e4m3"
 KIMI = "moonshotai/Kimi-K2.5"
 _KIMI_HIDDEN_SIZE = 7168
-_PRIOR_LENGTHS = "assumed: 4,096 tokens a sample; the pilot's raw answers had 505, a published run's traces 10,000"
+PRIOR_LENGTHS = "assumed: 4,096 tokens a sample; the pilot's raw answers had 505, a published run's traces 10,000"
 PRIOR_PROMPT_TOKENS, PRIOR_OUTPUT_TOKENS = 256, 3840
 _AUX_LAYERS = 3
 # Of traces.jsonl by output token (question, ids and text; measured on the tiny run); of the Arrow data set by token.
@@ -45,21 +45,6 @@ _CONCURRENCY_GAIN = math.log(2_000 / 88) / math.log(128)
 # Two trainers or more: from half of linear to linear, as long as it is not measured here.
 _SCALING = Range(0.5, math.sqrt(0.5), 1.0)
 _MOST_SAMPLES = 10**9
-
-
-class PlanArguments(Config):
-    """plan.py's command line: any field of the configuration, and what to do with the plan."""
-
-    run: Path | None = None
-    """Run whose run.yaml is planned; not needed with a preset."""
-    preset: Path | None = None
-    """Preset to plan."""
-    brief: bool = False
-    """One line when the budgets allow the run, as run_pipeline.sh asks."""
-    picture: Path | None = None
-    """Draw the hours by stage of every option into this PNG."""
-    update: Path | None = None
-    """Rewrite the tables of this document that stand between plan markers."""
 
 
 @dataclass(frozen=True)
@@ -98,15 +83,15 @@ class Workload:
 
 @dataclass(frozen=True)
 class Way:
-    """One way of making the run."""
+    """One way of making the run; `waves` is extraction.wave_epochs, None with every state on disk at once."""
 
     one_pass: bool
     storage: str
-    waves: bool
+    waves: Literal["again", "replay"] | None = None
 
     def __str__(self) -> str:
         passes = "one pass" if self.one_pass else "two passes"
-        return f"{passes}, {self.storage}, {'waves' if self.waves else 'whole'}"
+        return f"{passes}, {self.storage}, {f'waves {self.waves}' if self.waves else 'whole'}"
 
 
 @dataclass(frozen=True)
@@ -137,15 +122,38 @@ class Machine:
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes on the run's disk: what stays, the states that never go, and the states that waves divide."""
+    """Bytes on the run's disk.
+
+    Attributes:
+        fixed: everything but states.
+        kept_states: of the validation split, which never go.
+        train_states: of the training split, once.
+        step_states: of one optimizer step, the least that a wave must hold.
+    """
 
     fixed: float
     kept_states: float
     train_states: float
+    step_states: float
 
-    @property
-    def whole(self) -> float:
-        return self.fixed + self.kept_states + self.train_states
+
+@dataclass(frozen=True)
+class Waves:
+    """How the states that are trained on share the disk.
+
+    Attributes:
+        count: of waves; 1 where all of them are there at once.
+        states: of one wave [bytes].
+        passes: times that every training token is prefilled.
+        budget: all states together [bytes]; None where they have no limit.
+        needed: the least that the budget must be [bytes].
+    """
+
+    count: int
+    states: float
+    passes: int = 1
+    budget: float | None = None
+    needed: float = 0
 
 
 @dataclass(frozen=True)
@@ -156,8 +164,7 @@ class Projection:
     way: Way
     samples: float
     costs: list[Cost]
-    waves: int
-    wave_bytes: float
+    waves: Waves
     peak_bytes: float
 
     @property
@@ -194,7 +201,7 @@ def lengths(config: Config, run: MeasuredRun | None) -> Lengths:
         measured = Lengths(hidden["tokens"] / hidden["samples"] - output, output, MEASURED, f"traces of {run.name}")
     else:
         output = min(PRIOR_OUTPUT_TOKENS, config.generation.max_tokens)
-        measured = Lengths(PRIOR_PROMPT_TOKENS, output, PRIOR, _PRIOR_LENGTHS)
+        measured = Lengths(PRIOR_PROMPT_TOKENS, output, PRIOR, PRIOR_LENGTHS)
     if given.prompt_tokens is None and given.output_tokens is None:
         return measured
     return Lengths(
@@ -300,8 +307,26 @@ def disk(config: Config, work: Workload, storage: str) -> Disk:
     fixed = (
         traces + work.extracted * _DATASET_BYTES + checkpoints(config) * _CHECKPOINT_BYTES * draft_parameters(config)
     )
-    states = token_bytes(config, storage)
-    return Disk(fixed, work.kept * states, (work.extracted - work.kept) * states)
+    states, settings = token_bytes(config, storage), config.training
+    step = settings.batch_size * settings.pack_tokens
+    return Disk(fixed, work.kept * states, (work.extracted - work.kept) * states, step * states)
+
+
+def waves(config: Config, on_disk: Disk, way: Way) -> Waves:
+    """Into how many waves the budget cuts the run: extraction's own, else what plan.max_disk_gb leaves for states."""
+    given, most, train = config.extraction.disk_budget_gb, config.plan.max_disk_gb, on_disk.train_states
+    if way.waves is None or (given is None and most is None):
+        return Waves(1, train)
+    budget = given * 1e9 if given is not None else (most or 0) * 1e9 - on_disk.fixed
+    needed = on_disk.kept_states + min(on_disk.step_states, train)
+    room = budget - on_disk.kept_states
+    if budget < needed or room >= train:
+        return Waves(1, train, 1, budget, needed)
+    if way.waves == "replay":
+        count = math.ceil(train / room)
+        return Waves(count, train / count, 1, budget, needed)
+    epochs = config.training.epochs
+    return Waves(math.ceil(epochs * train / room), room, epochs, budget, needed)
 
 
 # From tokens to hours -----------------------------------------------------------------------------------------------
@@ -343,41 +368,35 @@ def project(config: Config, machine: Machine, work: Workload, way: Way) -> Proje
         PipelineError: a stage has no rate.
     """
     on_disk = disk(config, work, way.storage)
-    waves, wave_bytes, peak = 1, on_disk.train_states, on_disk.whole
-    if way.waves and config.plan.max_disk_gb:
-        room = config.plan.max_disk_gb * 1e9 - on_disk.fixed - on_disk.kept_states
-        if 0 < room < on_disk.train_states:
-            waves = math.ceil(on_disk.train_states / room)
-            wave_bytes = on_disk.train_states / waves
-            peak = on_disk.fixed + on_disk.kept_states + wave_bytes
-    return Projection(
-        machine, way, work.samples, list(_costs(config, machine, work, way, waves)), waves, wave_bytes, peak
-    )
+    cut = waves(config, on_disk, way)
+    peak = on_disk.fixed + on_disk.kept_states + cut.states
+    return Projection(machine, way, work.samples, list(_costs(config, machine, work, way, cut)), cut, peak)
 
 
-def _costs(config: Config, machine: Machine, work: Workload, way: Way, waves: int) -> Iterator[Cost]:
+def _costs(config: Config, machine: Machine, work: Workload, way: Way, cut: Waves) -> Iterator[Cost]:
     if PROMPTS.folder in machine.speeds:
         yield _cost("01 prompts", 0, [_start(machine.speeds[PROMPTS.folder])])
     loads, work_on_server = [], []
     if work.generated:
         generating = _speed(machine, TRACES.folder)
         note = "; saving states while generating is not measured" if way.one_pass and not machine.one_pass else ""
-        loads.append(_start(generating, waves if way.one_pass else 1))
+        loads.append(_start(generating))
         work_on_server.append(_cost("01b generation", work.generated, [_work(generating, work.generated)], note))
     if not way.one_pass:
         extracting = _speed(machine, HIDDEN.folder)
         note = "; float8 states taken to be as fast as bfloat16, not measured" if way.storage == FP8 else ""
-        loads.append(_start(extracting, waves))
-        work_on_server.append(_cost("02 extraction", work.extracted, [_work(extracting, work.extracted)], note))
-    yield _cost(LOAD, 0, loads, _waves_note(waves))
+        loads.append(_start(extracting, cut.count))
+        tokens = work.kept + cut.passes * (work.extracted - work.kept)
+        work_on_server.append(_cost("02 extraction", tokens, [_work(extracting, tokens)], note))
+    yield _cost(LOAD, 0, loads, _waves_note(cut.count))
     yield from work_on_server
     counting = _speed(machine, VOCAB.folder)
     yield _cost("03 vocabulary", work.counted, [_start(counting), _work(counting, work.counted)])
     training = _speed(machine, TRAIN.folder)
-    start, (rate, seconds) = _start(training, waves), _work(training, work.trained)
+    start, (rate, seconds) = _start(training, cut.count), _work(training, work.trained)
     gpus = config.plan.train_gpus
     scaling = Range.exactly(1)
-    note = _waves_note(waves)
+    note = _waves_note(cut.count)
     if rate.basis != MEASURED and gpus > 1:
         scaling = _SCALING * gpus
         note += f"; {gpus} GPUs at half of linear to linear, not measured"
@@ -410,8 +429,8 @@ def _work(speed: Speed, tokens: float) -> tuple[Figure, Range]:
     return speed.tokens_per_s or speed.start_s, speed.working(tokens)
 
 
-def _waves_note(waves: int) -> str:
-    return f"; {waves} starts for {waves} waves, not measured" if waves > 1 else ""
+def _waves_note(count: int) -> str:
+    return f"; {count} starts for {count} waves, not measured" if count > 1 else ""
 
 
 def _cost(stage: str, tokens: float, parts: list[tuple[Figure, Range]], assumed: str = "") -> Cost:
@@ -430,13 +449,33 @@ def _distinct(names: Iterable[str]) -> list[str]:
 
 
 def ways(config: Config) -> list[Way]:
-    """The preset's own way first, then the others: one pass or two, its storage or float8, waves in a disk budget."""
-    own = config.generation.capture == "one_pass"
+    """The preset's own way first, then the others: one pass or two, its storage or float8, whole or in waves."""
+    one_pass = config.generation.capture == "one_pass"
     storages = _distinct([config.extraction.storage_dtype, FP8])
-    waves = [False, True] if config.plan.max_disk_gb else [False]
-    return [
-        Way(one_pass, storage, in_waves) for in_waves in waves for one_pass in (own, not own) for storage in storages
-    ]
+    own = Way(one_pass, storages[0], config.extraction.wave_epochs if config.in_waves else None)
+    found = [own, *(Way(capture, storage) for capture in (one_pass, not one_pass) for storage in storages)]
+    if config.in_waves or config.plan.max_disk_gb:
+        found += [Way(False, storage, "again") for storage in storages]
+        # Of one epoch both make the states once, and `again` keeps the order of an unlimited disk.
+        found += [Way(False, storage, "replay") for storage in storages if config.training.epochs > 1]
+    return list(dict.fromkeys(found))
+
+
+def flags(config: Config, projection: Projection) -> str:
+    """What makes the run be made in this way, where that is not the preset's own."""
+    way, own = projection.way, config.extraction
+    left = math.floor((projection.waves.budget or 0) / 1e6) / 1e3
+    wanted = {
+        "generation.capture": ("one_pass" if way.one_pass else "two_pass", config.generation.capture),
+        "extraction.storage_dtype": (way.storage, own.storage_dtype),
+        "extraction.disk_budget_gb": ((own.disk_budget_gb or left) if way.waves else None, own.disk_budget_gb),
+        "extraction.wave_epochs": (way.waves or own.wave_epochs, own.wave_epochs),
+    }
+    return " ".join(f"--{name} {_flag(value)}" for name, (value, now) in wanted.items() if value != now)
+
+
+def _flag(value: str | float | None) -> str:
+    return "null" if value is None else value if isinstance(value, str) else f"{value:.10g}"
 
 
 # Budgets ------------------------------------------------------------------------------------------------------------
@@ -465,11 +504,13 @@ def overruns(projection: Projection, plan: Plan) -> list[Overrun]:
         ("--max-hours", projection.seconds.likely / 3600, plan.max_hours, "h"),
         ("--max-usd", usd.likely if usd else 0, plan.max_usd, "USD"),
         ("--max-disk-gb", projection.peak_bytes / 1e9, plan.max_disk_gb, "GB"),
+        ("--extraction.disk_budget_gb", projection.waves.needed / 1e9, (projection.waves.budget or 0) / 1e9, "GB"),
     )
     return [Overrun(flag, is_, allowed, unit) for flag, is_, allowed, unit in checked if allowed and is_ > allowed]
 
 
-def _has_budgets(plan: Plan) -> bool:
+def has_budgets(plan: Plan) -> bool:
+    """Whether the plan is held to anything."""
     return any((plan.max_hours, plan.max_usd, plan.max_disk_gb))
 
 
@@ -496,21 +537,29 @@ def refusal(planned: Planned) -> str | None:
         lines += [f"  {budget}; {_fitting(_most_samples(planned, own, budget.flag))}" for budget in broken]
         most = _most_samples(planned, own)
         lines.append(f"  within all budgets: {_fitting(most)}" + (f" (MAX_SAMPLES={most})" if most else ""))
-        if others := [str(option.way) for option in projections[1:] if not overruns(option, plan)]:
-            lines.append(f"  all {own.samples:,.0f} would fit as: {' | '.join(others)}")
+        lines += [
+            f"  all {own.samples:,.0f} would fit as {option.way}: {flags(planned.config, option)}"
+            for option in projections[1:]
+            if not overruns(option, plan)
+        ]
     return "\n".join(lines) or None
 
 
 def _most_samples(planned: Planned, like: Projection, flag: str | None = None) -> int:
     def fits(samples: int) -> bool:
-        broken = _flags(planned.again(like, samples), planned.config.plan)
+        broken = broken_budgets(planned.again(like, samples), planned.config.plan)
         return flag not in broken if flag else not broken
 
     return most_samples(fits)
 
 
-def _flags(projection: Projection, plan: Plan) -> list[str]:
+def broken_budgets(projection: Projection, plan: Plan) -> list[str]:
+    """The flags of the budgets that the likely figures break."""
     return [overrun.flag for overrun in overruns(projection, plan)]
+
+
+def _amount(value: float) -> str:
+    return f"{value:,.1f}" if value >= 10 else f"{value:.3g}"
 
 
 def _fitting(samples: int) -> str:
@@ -555,9 +604,9 @@ def make_plan(config: Config) -> Planned:
         own, *others = ways(config)
         # A run in one pass has measured no extraction, so it cannot say what two would take.
         possible = [own, *(way for way in others if way.one_pass or HIDDEN.folder in place.speeds)]
-        projections = [project(config, place, work, way) for way in possible]
+        first, *rest = (project(config, place, work, way) for way in possible)
         # Where everything fits at once, a plan in waves is the whole one.
-        options[place.name] = [option for option in projections if option.waves > 1 or not option.way.waves]
+        options[place.name] = [first, *(option for option in rest if option.waves.count > 1 or not option.way.waves)]
     return Planned(config, length, samples, options)
 
 
@@ -580,292 +629,3 @@ def number_of_samples(config: Config) -> int:
     if not known:
         raise PipelineError("how many samples? Say --max-samples; a data set from the hub is not counted beforehand")
     return min(known)
-
-
-# What is shown ------------------------------------------------------------------------------------------------------
-
-
-def shown(planned: Planned) -> str:
-    """The whole plan as Markdown."""
-    length, config = planned.length, planned.config
-    parts = [
-        f"{planned.samples:,} samples of {length.prompt + length.output:,.0f} tokens "
-        f"({length.prompt:,.0f} asked, {length.output:,.0f} said; {length.basis}: {length.source}), "
-        f"{config.training.epochs} epochs"
-    ]
-    for machine, projections in planned.options.items():
-        own = projections[0]
-        parts += [
-            f"## {machine}\n\n{own.way}, as the preset says:",
-            stage_table(own),
-            _disk_line(config, own),
-            "Where the figures come from:\n" + "\n".join(_sources(own)),
-            f"{machine} in every way, and ten times the samples:",
-            option_table([*projections, planned.again(own, 10 * planned.samples)], config.plan),
-            _ASSUMED,
-        ]
-    return "\n\n".join(parts)
-
-
-def stage_table(projection: Projection) -> str:
-    """A row a stage, and their sum."""
-    price, gpus = projection.machine.usd_an_hour, projection.machine.gpus
-    rows = []
-    for cost in [*projection.costs, Cost("all", 0, projection.seconds, "", ())]:
-        usd = "" if price is None else _usd(cost.seconds.likely * price / 3600)
-        gpu_hours = f"{cost.seconds.likely * gpus / 3600:,.1f}"
-        rows.append([cost.stage, _count(cost.tokens), *_range(cost.seconds), gpu_hours, usd, cost.basis])
-    return tables.table(["stage", "tokens", "likely", "low to high", "GPU-hours", "USD", "basis"], rows)
-
-
-def option_table(projections: list[Projection], plan: Plan) -> str:
-    """A row for each way or size of a run."""
-    rows = []
-    for projection in projections:
-        usd = projection.usd
-        broken = _flags(projection, plan)
-        waves = f"{projection.waves} of {size(projection.wave_bytes)}" if projection.waves > 1 else "-"
-        rows.append(
-            [
-                f"{projection.samples:,.0f}",
-                str(projection.way),
-                *_range(projection.seconds),
-                _usd(usd.likely) if usd else "",
-                size(projection.peak_bytes),
-                waves,
-                " + ".join(basis for basis in (MEASURED, PRIOR, ESTIMATE) if basis in projection.basis),
-                f"over {', '.join(broken)}" if broken else "yes" if _has_budgets(plan) else "-",
-            ]
-        )
-    return tables.table(
-        ["samples", "way", "likely", "low to high", "USD", "peak disk", "waves", "basis", "within budgets"], rows
-    )
-
-
-def _disk_line(config: Config, own: Projection) -> str:
-    a_token = token_bytes(config, own.way.storage)
-    return (
-        f"Peak on disk {size(own.peak_bytes)} ({own.peak_bytes / 2**30:,.1f} GiB): {a_token:,} bytes of states a "
-        "token, traces, data set and checkpoints; counted, and as right as the tokens are."
-    )
-
-
-def _sources(projection: Projection) -> Iterator[str]:
-    for cost in projection.costs:
-        yield f"- {cost.stage}: {cost.basis}; {'; '.join(cost.sources)}"
-
-
-def brief(planned: Planned) -> str:
-    """One line for each machine: the preset's own way."""
-    lines = []
-    for machine, projections in planned.options.items():
-        own = projections[0]
-        usd = f", {_usd(own.usd.likely)} USD" if own.usd else ""
-        likely, spread = _range(own.seconds)
-        took = likely if spread == "-" else f"{likely} ({spread})"
-        lines.append(
-            f"{own.samples:,.0f} samples on {machine}: {took}{usd}, {size(own.peak_bytes)} on disk; {own.basis}"
-        )
-    return "\n".join(lines)
-
-
-def _range(seconds: Range) -> tuple[str, str]:
-    spread = "-" if seconds.low == seconds.high else f"{duration(seconds.low)} to {duration(seconds.high)}"
-    return duration(seconds.likely), spread
-
-
-def _usd(amount: float) -> str:
-    return f"{amount:.2f}" if 0 < amount < 10 else f"{amount:,.0f}"
-
-
-def _amount(value: float) -> str:
-    return f"{value:,.1f}" if value >= 10 else f"{value:.3g}"
-
-
-def _count(tokens: float) -> str:
-    if not tokens:
-        return "-"
-    return f"{tokens / 1e6:,.1f} M" if tokens >= 1e6 else f"{tokens:,.0f}"
-
-
-_ASSUMED = (
-    "Assumed of the ways that were never measured: saving states slows no answer (one pass), float8 states are saved "
-    "and read as fast as bfloat16, and each wave starts server and trainer anew."
-)
-
-
-# The document's tables ----------------------------------------------------------------------------------------------
-
-_MARKED = re.compile(r"(<!-- plan: (\w+) -->\n).*?(<!-- /plan -->)", re.DOTALL)
-_PROJECTED_SAMPLES = (50_000, 100_000)
-_FACTORS = (1, 4, 10)
-# The flags of the document's command for each box, beside its preset and the number of samples.
-_DOCUMENTED = {"rtx6000x8": (), "b300x8": ("--price", "48")}
-# The figures of a row of timings.jsonl that the measured table shows, in the order in which a row may have them.
-_WORK = {
-    TRACES.folder: ("traces", "asked_tokens", "asked_seconds"),
-    HIDDEN.folder: ("samples", "extracted_tokens", "extraction_seconds"),
-    VOCAB.folder: (None, "train_tokens", None),
-    TRAIN.folder: ("samples", "trained_tokens", "training_seconds"),
-    EVALUATE.folder: ("prompts", None, None),
-}
-
-
-def document_tables(config: Config, run: MeasuredRun) -> dict[str, str]:
-    """The text between each pair of markers, by its name; the same for the same timings and configuration."""
-    return {
-        "measured": measured_table(run),
-        "projections": projections_table(config, run),
-        "rates": rates_table(),
-        **{f"plan_{name}": f"```\n{box_plan(name)}\n```" for name in BOXES},
-    }
-
-
-def box_plan(name: str) -> str:
-    """What plan.py says of the box's preset, as the document's command above it asks."""
-    return shown(make_plan(_box_preset(name, _PROJECTED_SAMPLES[0], *_DOCUMENTED[name])))
-
-
-def _box_preset(name: str, samples: int, *flags: str) -> Config:
-    preset = PRESETS / f"kimi-k2.5-{name}.yaml"
-    return parse(["--preset", str(preset), "--max-samples", str(samples), *flags], "", PlanArguments)[1]
-
-
-def measured_table(run: MeasuredRun) -> str:
-    """The last finished attempt of every stage, in the very figures of timings.jsonl."""
-    rows = []
-    for stage in STAGES:
-        row = run.last(stage)
-        if row is None:
-            continue
-        work = [str(row.get(name, "-")) if name else "-" for name in _WORK.get(stage, (None, None, None))]
-        rows.append([stage, str(row["seconds"]), *work, row["date"][:10], row["hardware"]])
-    return tables.table(["stage", "seconds", "rows", "tokens worked", "seconds of that work", "date", "hardware"], rows)
-
-
-def projections_table(config: Config, run: MeasuredRun) -> str:
-    """The measured run some times as large on its own machine; then the boxes with Kimi-K2.5, in two ways."""
-    projected: list[tuple[str, Projection]] = []
-    here = Machine(run.hardware, run.gpus, run.speeds, None, run.one_pass)
-    own_way = Way(run.one_pass, config.extraction.storage_dtype, False)
-    for factor in _FACTORS:
-        projected.append(
-            (
-                f"{run.hardware}: {run.name} x {factor}",
-                project(config, here, repeated(run, factor, config.training.epochs), own_way),
-            )
-        )
-    for name, samples in itertools.product(BOXES, _PROJECTED_SAMPLES):
-        preset = _box_preset(name, samples)
-        (box,) = machines(preset, None)
-        work = workload(preset, samples, lengths(preset, None))
-        for way in (Way(False, "bfloat16", False), Way(True, FP8, False)):
-            projected.append((name, project(preset, box, work, way)))
-    header = ["where", "samples", "way", *_STAGE_COLUMNS, "all", "low to high", "disk", "GPU-hours", "basis"]
-    rows = []
-    for where, projection in projected:
-        by_stage = {cost.stage: duration(cost.seconds.likely) for cost in projection.costs}
-        rows.append(
-            [
-                where,
-                f"{projection.samples:,.0f}",
-                str(projection.way),
-                *(by_stage.get(stage, "-") for stage in _STAGE_COLUMNS),
-                *_range(projection.seconds),
-                "-" if where.startswith(run.hardware) else size(projection.peak_bytes),
-                f"{projection.gpu_hours.likely:,.0f}",
-                projection.basis,
-            ]
-        )
-    return tables.table(header, rows) + f"\n\nBoxes: by their presets; {_PRIOR_LENGTHS}."
-
-
-_STAGE_COLUMNS = (
-    "01 prompts",
-    LOAD,
-    "01b generation",
-    "02 extraction",
-    "03 vocabulary",
-    "04 training",
-    "05 export",
-    "06 evaluation",
-)
-
-
-def rates_table() -> str:
-    """Every prior and estimate with its range and source."""
-    rows = []
-    for box in BOXES.values():
-        for folder, speed in box.speeds.items():
-            for what, figure in (("start [s]", speed.start_s), ("tokens/s", speed.tokens_per_s)):
-                if figure:
-                    value = figure.value
-                    ends = f"{value.low:,.0f} to {value.high:,.0f}"
-                    rows.append([box.name, folder, what, f"{value.likely:,.0f}", ends, figure.basis, figure.source])
-    return tables.table(["box", "stage", "what", "likely", "low to high", "basis", "source"], rows)
-
-
-def update(document: Path, config: Config) -> bool:
-    """Rewrite the document's marked tables; returns whether anything changed.
-
-    Raises:
-        PipelineError: no --from, no marker, or one that no table belongs to.
-    """
-    if config.plan.from_run is None:
-        raise PipelineError("--update draws its tables from a run: name one with --from")
-    made = document_tables(config, rates.read_run(Path(config.plan.from_run), config.training.epochs))
-    text = document.read_text(encoding="utf-8")
-    names = [match[2] for match in _MARKED.finditer(text)]
-    if not names or (unknown := sorted(set(names) - set(made))):
-        found = f"unknown markers {', '.join(unknown)}" if names else "no pair <!-- plan: NAME --> ... <!-- /plan -->"
-        raise PipelineError(f"{document}: {found}; the tables are {', '.join(made)}")
-    new = _MARKED.sub(lambda match: f"{match[1]}{made[match[2]]}\n{match[3]}", text)
-    if new != text:
-        write_text(document, new)
-    return new != text
-
-
-# The command --------------------------------------------------------------------------------------------------------
-
-
-def main(description: str | None, argv: list[str] | None = None) -> int:
-    """plan.py: show the plan, or one line of it, or keep a document's tables; returns the exit code."""
-    try:
-        arguments, config = parse(argv, description or "", PlanArguments)
-        if arguments.update is not None:
-            changed = update(arguments.update, config)
-            print(f"{arguments.update}: {'rewritten' if changed else 'up to date'}")
-            return 0
-        return _plan(arguments, config)
-    except PipelineError as error:
-        print(f"\nplan.py: {error}", file=sys.stderr)
-        return error.exit_code
-
-
-def _plan(arguments: PlanArguments, config: Config) -> int:
-    try:
-        planned = make_plan(config)
-    except ConfigError:
-        raise
-    except PipelineError as unknown:
-        if arguments.brief and not _has_budgets(config.plan):
-            print(f"not estimated: {unknown}")
-            return 0
-        raise
-    print(brief(planned) if arguments.brief else shown(planned))
-    if arguments.picture is not None:
-        from eagle3_train import charts
-
-        charts.plan(arguments.picture, hours_by_stage(planned))
-    if refused := refusal(planned):
-        raise PipelineError(refused)
-    return 0
-
-
-def hours_by_stage(planned: Planned) -> dict[str, dict[str, float]]:
-    """Option -> stage -> likely hours."""
-    return {
-        f"{machine}: {projection.way}": {cost.stage: cost.seconds.likely / 3600 for cost in projection.costs}
-        for machine, projections in planned.options.items()
-        for projection in projections
-    }

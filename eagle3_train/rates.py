@@ -18,13 +18,13 @@ from typing import Any
 
 import yaml
 
-from eagle3_train.errors import PipelineError
+from eagle3_train.errors import MoreStates, PipelineError
 from eagle3_train.run import EVALUATE, EXPORT, HIDDEN, PROMPTS, TRACES, TRAIN, VOCAB, read_jsonl
 
 TIMINGS = "timings.jsonl"
 MEASURED, PRIOR, ESTIMATE = "measured", "prior", "estimate"
-# A stage stopped by hand went on in its next attempt; one that failed may have begun anew.
-_WENT_ON = ("KeyboardInterrupt", "Terminated")
+# A stage stopped by hand, or out of states, went on in its next attempt; one that failed may have begun anew.
+_WENT_ON = ("KeyboardInterrupt", "Terminated", MoreStates.__name__)
 
 
 @dataclass(frozen=True)
@@ -209,9 +209,15 @@ def _between(low: float, high: float, source: str) -> Figure:
     return Figure(Range(low, math.sqrt(low * high), high), ESTIMATE, source)
 
 
-# Published figures of the GPUs (NVIDIA's datasheets): dense bf16 [TFLOP/s] and memory [TB/s].
+# Dense bf16 [TFLOP/s] and memory [TB/s], as NVIDIA publishes them:
+# RTX PRO 6000  white paper "RTX PRO Blackwell GPU Architecture", table 4: 503.8 and 1.792, Workstation Edition. The
+#               Server Edition's datasheet has 1.597, its page 1 PFLOP (with sparsity). Which edition the box holds is
+#               not on record; by the Workstation's memory the B300 gains less.
+# H200          "H200 Tensor Core GPU" datasheet: 1,979 with sparsity, half of it without.
+# B300          table of peak throughput and B300 reference system of NVIDIA/exemplar-performance: 2,250 and 7.7 in an
+#               8-GPU system (8 in a GB300).
 _BF16_TFLOPS = {"RTX PRO 6000": 500, "H200": 989, "B300": 2250}
-_MEMORY_TB_S = {"RTX PRO 6000": 1.792, "B300": 8.0}
+_MEMORY_TB_S = {"RTX PRO 6000": 1.792, "B300": 7.7}
 # What this box spends on AllReduce over PCIe when it decodes one stream (the owner's profile).
 _ALLREDUCE_SHARE = 0.515
 # benchmarks/results/train_step_bf16.json, and train_step_memory.json for a pack that is one document of 20,480 tokens.
@@ -263,7 +269,7 @@ def _b300() -> Box:
     decode = _between(
         2_000 / (1 - _ALLREDUCE_SHARE),
         2_235 * memory,
-        "low: rtx6000x8's 2,000 tok/s without its AllReduce (51.5 %); high: its 2,235 by memory speed (8.0 / 1.792)",
+        "low: rtx6000x8's 2,000 tok/s without its AllReduce (51.5 %); high: its 2,235 by memory speed (7.7 / 1.792)",
     )
     prefill = _between(
         7_049, 7_900 * arithmetic, "low: rtx6000x8's 7,049 tok/s; high: its 7,900 by dense bf16 (2,250 / 500 TFLOP/s)"

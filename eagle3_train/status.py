@@ -25,6 +25,7 @@ from typing import Any
 
 import yaml
 
+from eagle3_train.errors import MoreStates
 from eagle3_train.rates import TIMINGS
 from eagle3_train.run import ERRORS, EVALUATE, HIDDEN, MANIFEST, PROMPTS, STAGES, TRACES, TRAIN
 from eagle3_train.tables import duration, size, table
@@ -37,6 +38,7 @@ _LAST_STEPS = 50
 _ERRORS_SHOWN = 3
 _WIDEST_ERROR = 160
 _LOCKS = Path("/proc/locks")
+_LEDGER = "wave.json"  # waves.py, which would load torch
 _HOLDER = re.compile(r"FLOCK\s+\S+\s+WRITE\s+(\d+)\s+\S+:(\d+)\s")
 
 
@@ -59,7 +61,7 @@ class StageStatus:
     """One stage as it is now.
 
     Attributes:
-        state: `done`, `running (pid N)`, `stopped`, `failed (why)` or `-` when it has not started.
+        state: `done`, `running (pid N)`, `waits for states`, `stopped`, `failed (why)` or `-` when it has not started.
         seconds: of all its attempts, with the running one.
         rate: of the unit [1/s]; of the last steps where the stage keeps them, else since its attempts began.
     """
@@ -80,10 +82,15 @@ class StageStatus:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run as it is now."""
+    """A run as it is now.
+
+    Attributes:
+        wave: within a disk budget, which steps the states on disk are for, and how many are made.
+    """
 
     path: Path
     stages: list[StageStatus]
+    wave: str | None
     usd_an_hour: float | None
     errors: list[str]
     free_bytes: int
@@ -103,7 +110,7 @@ def read(path: Path) -> RunStatus:
     errors = [line for folder in STAGES for line in _errors(path / folder)]
     latest = {row["stage"]: row for row in attempts}.values()
     failed = [f"{row['stage']}: {row['outcome']} on {row['date']}" for row in latest if _failed(row)]
-    return RunStatus(path, stages, prices[0], errors + failed, shutil.disk_usage(path).free)
+    return RunStatus(path, stages, _wave(path), prices[0], errors + failed, shutil.disk_usage(path).free)
 
 
 def shown(status: RunStatus, before: RunStatus | None = None) -> str:
@@ -117,6 +124,7 @@ def shown(status: RunStatus, before: RunStatus | None = None) -> str:
         spent = duration(current.seconds) if current.seconds else "-"
         rows.append([current.folder, current.state, str(current.count or "-"), rate, left, spent])
     lines = [f"{status.path}", "", table(["stage", "state", "done", "rate", "time left", "time spent"], rows), ""]
+    lines += [status.wave] if status.wave else []
     cost = f", {status.seconds / 3600 * status.usd_an_hour:,.2f} USD" if status.usd_an_hour is not None else ""
     lines.append(f"spent: {duration(status.seconds)}{cost} in recorded attempts; free disk: {size(status.free_bytes)}")
     return "\n".join([*lines, *(f"error: {error[:_WIDEST_ERROR]}" for error in status.errors)])
@@ -144,6 +152,8 @@ def _stage(path: Path, folder: str, settings: dict[str, Any], attempts: list[dic
         state = "done"
     elif not manifest:
         state = "-"
+    elif own and own[-1]["outcome"] == MoreStates.__name__:
+        state = "waits for states"
     else:
         state = f"failed ({own[-1]['outcome']})" if own and _failed(own[-1]) else "stopped"
     count = _COUNTERS[folder](path, settings, manifest) if folder in _COUNTERS else None
@@ -183,12 +193,26 @@ def _traces(path: Path, _settings: dict[str, Any], _manifest: dict[str, Any]) ->
 
 def _shards(path: Path, _settings: dict[str, Any], manifest: dict[str, Any]) -> Count | None:
     done, about = count_rows(path / HIDDEN.folder / "index.jsonl")
+    if _json(path / HIDDEN.folder / _LEDGER):
+        return Count("shards", done, None, about)  # of the wave; how many it will be, 02 alone knows
     if manifest.get("state") == "done":
         return Count("shards", done, manifest.get("summary", {}).get("samples"), about)
     prompts = _json(path / PROMPTS.folder / MANIFEST).get("summary", {})
     # The evaluation split has no states. A trace that was set aside or left out has none either.
     total = prompts["train"] + prompts["val"] if {"train", "val"} <= prompts.keys() else None
     return Count("shards", done, total, about) if done or total else None
+
+
+def _wave(path: Path) -> str | None:
+    wave = _json(path / HIDDEN.folder / _LEDGER)
+    if not {"number", "first_step", "last_step", "steps"} <= wave.keys():
+        return None
+    # state.json is written last, and the folder renamed into place after it.
+    made = [int(found.parent.name[5:]) for found in (path / TRAIN.folder).glob("checkpoints/step_*/state.json")]
+    return (
+        f"wave {wave['number']}: states for steps {wave['first_step'] + 1:,} to {wave['last_step']:,} of "
+        f"{wave['steps']:,}; {max(made, default=0):,} are in the newest checkpoint"
+    )
 
 
 def _steps(path: Path, settings: dict[str, Any], manifest: dict[str, Any]) -> Count | None:
@@ -253,7 +277,7 @@ def _steps_a_second(metrics: Path) -> float | None:
 
 
 def _failed(row: dict[str, Any]) -> bool:
-    return row["outcome"] not in ("done", "KeyboardInterrupt", "Terminated")
+    return row["outcome"] not in ("done", "KeyboardInterrupt", "Terminated", MoreStates.__name__)
 
 
 def _errors(folder: Path) -> list[str]:

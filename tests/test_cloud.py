@@ -21,7 +21,8 @@ import pytest
 import yaml
 
 from eagle3_train.config import parse
-from eagle3_train.planning import PlanArguments, make_plan
+from eagle3_train.plan_command import PlanArguments
+from eagle3_train.planning import make_plan
 from tests import kimi_standin
 from tests.conftest import PROJECT, run_stage
 

@@ -11,22 +11,23 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import pytest
 
 from benchmarks import plan_tiny_x4
-from eagle3_train import charts, planning, rates
+from eagle3_train import charts, plan_command, planning, rates
 from eagle3_train.config import Config, Plan, parse
 from eagle3_train.errors import ConfigError, PipelineError
-from eagle3_train.planning import KIMI, Lengths, Machine, PlanArguments, Way, make_plan, most_samples, project, repeated
+from eagle3_train.plan_command import PlanArguments
+from eagle3_train.planning import KIMI, Lengths, Machine, Way, make_plan, most_samples, project, repeated
 from eagle3_train.rates import BOXES, ESTIMATE, MEASURED, PRIOR, Range
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY_TIMINGS = ROOT / "benchmarks" / "results" / "tiny_timings.jsonl"
 PLAYBOOK = ROOT / "next-steps-eagle.md"
 RTX_HARDWARE = "64 x AMD EPYC, 1007 GiB, 8 x NVIDIA RTX PRO 6000 Blackwell Server Edition"
-TWO_PASSES, ONE_PASS = Way(False, "bfloat16", False), Way(True, "bfloat16", False)
+TWO_PASSES, ONE_PASS = Way(False, "bfloat16"), Way(True, "bfloat16")
 
 
 def row(stage: str, seconds: float, **summary: Any) -> dict[str, Any]:
@@ -191,7 +192,7 @@ def test_a_run_made_in_one_pass_is_planned_so_and_says_nothing_of_two(tmp_path: 
 
 def test_the_presets_own_way_comes_first() -> None:
     first = planning.ways(resolve("--generation.capture", "one_pass", "--extraction.storage_dtype", "float8_e4m3"))[0]
-    assert first == Way(True, planning.FP8, False)
+    assert first == Way(True, planning.FP8)
 
 
 def test_the_attempt_that_did_the_most_gives_the_rate(tmp_path: Path) -> None:
@@ -199,9 +200,10 @@ def test_the_attempt_that_did_the_most_gives_the_rate(tmp_path: Path) -> None:
     assert seconds(projected(resumed, tmp_path, 1))["01b generation"] == pytest.approx(50)
 
 
-def test_attempts_that_were_stopped_and_gone_on_from_count_and_failed_ones_do_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("outcome", ["Terminated", "MoreStates"])
+def test_attempts_that_were_stopped_and_gone_on_from_count_and_failed_ones_do_not(tmp_path: Path, outcome: str) -> None:
     without_split = row("04_train", 60.0, steps=30)
-    stopped = without_split | {"outcome": "Terminated", "seconds": 36.0}
+    stopped = without_split | {"outcome": outcome, "seconds": 36.0}
     failed = without_split | {"outcome": "TypeError", "seconds": 1000.0}
     rows = [line for line in SMALL if line["stage"] != "04_train"]
     assert seconds(projected([*rows, failed, stopped, without_split], tmp_path, 1))["04 training"] == pytest.approx(96)
@@ -308,40 +310,136 @@ def test_the_draft_has_the_parameters_that_were_counted() -> None:
     assert planning.draft_parameters(resolve()) == pytest.approx(0.83e9, rel=0.01)
 
 
-def test_waves_keep_the_peak_within_the_disk_budget_and_pay_a_load_each() -> None:
+# Of a thousand samples of 120 tokens, 900 are trained on and 50 validate, at 57,344 B a token.
+TRAIN_GB, VAL_GB = 900 * 120 * 57_344 / 1e9, 50 * 120 * 57_344 / 1e9
+# Traces at 17 B a token said, the data set at 16 B a token, four checkpoints of 829,423,616 parameters at 12 B.
+FIXED_GB = (100_000 * 17 + 950 * 120 * 16 + 4 * 12 * 829_423_616) / 1e9
+
+
+def small_plan(folder: Path, *flags: str) -> list[planning.Projection]:
+    """The ways of a thousand samples for three epochs at the rates of the small run, the preset's own first."""
+    timings(folder, SMALL)
+    config = resolve("--from", str(folder), "--max-samples", "1000", "--training.epochs", "3", *flags)
+    return make_plan(config).options[RTX_HARDWARE]
+
+
+# Two gigabytes leave 1.655936 for training states, of which there are 6.193152 an epoch.
+@pytest.mark.parametrize(
+    ("epochs", "waves", "extracted", "at_once_gb"),
+    [("again", 12, 50 * 120 + 3 * 900 * 120, 2 - VAL_GB), ("replay", 4, 950 * 120, TRAIN_GB / 4)],
+)
+def test_what_waves_cost_by_hand(
+    tmp_path: Path, epochs: Literal["again", "replay"], waves: int, extracted: int, at_once_gb: float
+) -> None:
+    own = small_plan(tmp_path, "--extraction.disk_budget_gb", "2", "--extraction.wave_epochs", epochs)[0]
+    assert own.way == Way(False, "bfloat16", epochs)
+    assert own.waves.count == waves
+    assert own.peak_bytes / 1e9 == pytest.approx(FIXED_GB + VAL_GB + at_once_gb)
+    tokens = {cost.stage: cost.tokens for cost in own.costs}
+    assert tokens["02 extraction"] == pytest.approx(extracted)
+    assert tokens["04 training"] == pytest.approx(3 * 900 * 120)
+    found = seconds(own)
+    assert found["02 extraction"] == pytest.approx(extracted / 540)
+    # One start for the answers and one a wave for the states, 100 s each; the trainer's are of 40 s.
+    assert found["verifier load"] == pytest.approx(100 + waves * 100)
+    assert found["04 training"] == pytest.approx(waves * 40 + 3 * 900 * 120 / 300)
+    assert found["01b generation"] == pytest.approx(1000 * 100 / 200)
+
+
+def test_the_ways_in_waves_stand_beside_the_others(tmp_path: Path) -> None:
+    beside = {str(option.way) for option in small_plan(tmp_path)}
+    budgeted = small_plan(tmp_path, "--max-disk-gb", str(FIXED_GB + 2))
+    assert {str(option.way) for option in budgeted} - beside == {
+        "two passes, bfloat16, waves again",
+        "two passes, bfloat16, waves replay",
+        "two passes, float8_e4m3, waves again",
+        "two passes, float8_e4m3, waves replay",
+    }
+    assert {option.way: option.waves.count for option in budgeted if option.way.storage == "bfloat16"} == {
+        Way(False, "bfloat16"): 1,
+        Way(True, "bfloat16"): 1,
+        Way(False, "bfloat16", "again"): 12,
+        Way(False, "bfloat16", "replay"): 4,
+    }
+
+
+def test_of_one_epoch_there_is_nothing_to_replay(tmp_path: Path) -> None:
+    options = small_plan(tmp_path, "--max-disk-gb", str(FIXED_GB + 2), "--training.epochs", "1")
+    (waved,) = (option for option in options if option.way.waves and option.way.storage == "bfloat16")
+    assert (waved.way.waves, waved.waves.count) == ("again", 4)
+
+
+def test_what_the_plan_says_to_set_is_planned_as_it_said(tmp_path: Path) -> None:
+    flags = ("--max-disk-gb", str(FIXED_GB + 2))
+    timings(tmp_path, SMALL)
+    config = resolve("--from", str(tmp_path), "--max-samples", "1000", "--training.epochs", "3", *flags)
+    for option in make_plan(config).options[RTX_HARDWARE]:
+        own, *_ = small_plan(tmp_path, *flags, *planning.flags(config, option).split())
+        assert own.way == option.way
+        assert own.waves.count == option.waves.count
+        assert own.seconds == option.seconds
+
+
+def test_a_preset_in_waves_says_what_makes_it_whole(tmp_path: Path) -> None:
+    timings(tmp_path, SMALL)
+    config = resolve("--from", str(tmp_path), "--max-samples", "1000", "--extraction.disk_budget_gb", "2")
+    own, *others = make_plan(config).options[RTX_HARDWARE]
+    said = {option.way: planning.flags(config, option) for option in [own, *others]}
+    assert said[own.way] == ""
+    assert said[Way(False, "bfloat16")] == "--extraction.disk_budget_gb null"
+    assert said[Way(True, "bfloat16")] == "--generation.capture one_pass --extraction.disk_budget_gb null"
+    assert said[Way(False, "bfloat16", "replay")] == "--extraction.wave_epochs replay"
+
+
+@pytest.mark.parametrize("epochs", ["again", "replay"])
+def test_a_budget_that_holds_every_state_is_one_wave(tmp_path: Path, epochs: str) -> None:
+    flags = ("--extraction.wave_epochs", epochs, "--extraction.disk_budget_gb")
+    own, whole, *_ = small_plan(tmp_path, *flags, str(TRAIN_GB + VAL_GB + 0.001))
+    assert (own.way.waves, whole.way.waves) == (epochs, None)
+    assert (own.waves.count, own.seconds, own.peak_bytes) == (1, whole.seconds, whole.peak_bytes)
+    assert small_plan(tmp_path, *flags, str(TRAIN_GB + VAL_GB - 0.001))[0].waves.count > 1
+
+
+def test_a_budget_without_room_for_one_step_is_refused(tmp_path: Path) -> None:
+    timings(tmp_path, SMALL)
+    least = VAL_GB + 2 * 8192 * 57_344 / 1e9
+    common = ("--from", str(tmp_path), "--max-samples", "1000", "--training.batch_size", "2")
+    refused = planning.refusal(make_plan(resolve(*common, "--extraction.disk_budget_gb", str(least - 0.001)))) or ""
+    assert f"--extraction.disk_budget_gb {least - 0.001:g}: {least:.3g} GB planned" in refused
+    assert planning.refusal(make_plan(resolve(*common, "--extraction.disk_budget_gb", str(least + 0.001)))) is None
+
+
+def test_the_boxs_waves_within_three_terabytes_by_hand() -> None:
     planned = make_plan(resolve("--box", "rtx6000x8", "--max-samples", "50000", "--max-disk-gb", "3000"))
-    whole, waved = (
-        next(p for p in planned.options["rtx6000x8"] if p.way == Way(False, "bfloat16", waves))
-        for waves in (False, True)
-    )
-    assert whole.peak_bytes > 3e12 >= waved.peak_bytes
-    assert waved.waves * waved.wave_bytes == pytest.approx(whole.wave_bytes)
-    # The room that three terabytes leave, by hand: traces, data set, checkpoints and validation states stay.
-    tokens = 50_000 * 4096
-    fixed = 50_000 * 3840 * 17 + 0.95 * tokens * 16 + 3 * 12 * planning.draft_parameters(planned.config)
-    room = 3e12 - fixed - 0.05 * tokens * 57_344
-    assert waved.waves == -(-0.9 * tokens * 57_344 // room)
-    assert seconds(waved)["verifier load"] == pytest.approx((1 + waved.waves) * 22.5 * 60)
+    waved = {p.way: p for p in planned.options["rtx6000x8"] if p.way.waves and p.way.storage == "bfloat16"}
+    # 46.2 GB stay, 587.2 of validation states too: 2,366.6 are left for 10,569.6 of training states, three epochs.
+    again, replay = waved[Way(False, "bfloat16", "again")], waved[Way(False, "bfloat16", "replay")]
+    assert (again.waves.count, replay.waves.count) == (14, 5)
+    assert again.peak_bytes == pytest.approx(3e12)
+    assert replay.peak_bytes == pytest.approx(46.2e9 + 587.2e9 + 10_569.6e9 / 5, rel=1e-4)
+    assert seconds(again)["verifier load"] == pytest.approx((1 + 14) * 22.5 * 60)
+    (extraction,) = (cost for cost in again.costs if cost.stage == "02 extraction")
+    assert extraction.tokens == pytest.approx(50_000 * 4096 * (0.05 + 3 * 0.9))
+    (load,) = (cost for cost in again.costs if cost.stage == "verifier load")
+    assert "14 starts for 14 waves, not measured" in load.sources[-1]
 
 
 def test_ways_that_were_never_measured_are_estimates_and_say_so(tmp_path: Path) -> None:
-    fp8 = projected(SMALL, tmp_path, 1, Way(False, planning.FP8, False))
+    fp8 = projected(SMALL, tmp_path, 1, Way(False, planning.FP8))
     (extraction,) = (cost for cost in fp8.costs if cost.stage == "02 extraction")
     assert extraction.basis == f"{MEASURED} + {ESTIMATE}"
     assert "not measured" in extraction.sources[-1]
     (generation,) = (cost for cost in projected(SMALL, tmp_path, 1, ONE_PASS).costs if cost.stage == "01b generation")
     assert generation.basis == f"{MEASURED} + {ESTIMATE}"
     assert "not measured" in generation.sources[-1]
-    rows = planning.option_table([projected(SMALL, tmp_path, 1), fp8], Plan()).splitlines()
+    rows = plan_command.option_table([projected(SMALL, tmp_path, 1), fp8], Plan()).splitlines()
     assert ESTIMATE not in rows[2] and ESTIMATE in rows[3]
 
 
 def test_fp8_halves_the_states() -> None:
     options = make_plan(resolve("--box", "b300x8", "--max-samples", "50000")).options["b300x8"]
-    bf16, fp8 = (
-        next(p for p in options if p.way == Way(False, storage, False)) for storage in ("bfloat16", planning.FP8)
-    )
-    assert fp8.wave_bytes / bf16.wave_bytes == pytest.approx(28_676 / 57_344)
+    bf16, fp8 = (next(p for p in options if p.way == Way(False, storage)) for storage in ("bfloat16", planning.FP8))
+    assert fp8.waves.states / bf16.waves.states == pytest.approx(28_676 / 57_344)
     assert fp8.seconds == bf16.seconds
 
 
@@ -369,6 +467,9 @@ def test_prices_that_belong_to_no_box_and_a_budget_without_a_price_are_refused()
         (("--max-hours", "5"), "--max-hours"),
         (("--max-usd", "200", "--price", "48"), "--max-usd"),
         (("--max-disk-gb", "1000"), "--max-disk-gb"),
+        (("--max-hours", "5", "--extraction.disk_budget_gb", "500"), "--max-hours"),
+        (("--max-disk-gb", "500", "--extraction.disk_budget_gb", "460"), "--max-disk-gb"),
+        (("--extraction.disk_budget_gb", "500"), "--extraction.disk_budget_gb"),
     ],
 )
 def test_over_a_budget_the_plan_refuses_and_names_what_would_fit(budget: tuple[str, ...], flag: str) -> None:
@@ -393,11 +494,13 @@ def test_the_largest_size_that_fits_is_found(limit: int) -> None:
 
 def test_ways_that_would_fit_are_offered() -> None:
     planned = make_plan(resolve("--box", "b300x8", "--max-samples", "50000", "--max-disk-gb", "6000"))
-    assert "all 50,000 would fit as: two passes, float8_e4m3, whole" in (planning.refusal(planned) or "")
+    refused = planning.refusal(planned) or ""
+    assert "all 50,000 would fit as two passes, float8_e4m3, whole: --extraction.storage_dtype float8_e4m3" in refused
+    assert "all 50,000 would fit as one pass, bfloat16" not in refused
 
 
 def test_ten_times_the_samples_are_shown() -> None:
-    text = planning.shown(make_plan(resolve("--box", "b300x8", "--max-samples", "50000")))
+    text = plan_command.shown(make_plan(resolve("--box", "b300x8", "--max-samples", "50000")))
     assert re.search(r"^\| 500,000 ", text, re.MULTILINE)
 
 
@@ -444,7 +547,7 @@ def test_the_picture_shows_every_option(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
     planned = make_plan(resolve("--box", "b300x8", "--max-samples", "1000"))
-    assert all(len(hours) <= len(charts.PALETTE) for hours in planning.hours_by_stage(planned).values())
+    assert all(len(hours) <= len(charts.PALETTE) for hours in plan_command.hours_by_stage(planned).values())
 
 
 def test_run_pipeline_asks_the_plan_before_it_touches_the_verifier() -> None:
@@ -469,7 +572,7 @@ def marked(text: str) -> dict[str, str]:
 
 def test_the_playbooks_tables_are_fresh() -> None:
     config = parse(["--from", str(TINY_TIMINGS)], "", PlanArguments)[1]
-    made = planning.document_tables(config, rates.read_run(TINY_TIMINGS, config.training.epochs))
+    made = plan_command.document_tables(config, rates.read_run(TINY_TIMINGS, config.training.epochs))
     assert marked(PLAYBOOK.read_text()) == made, "python plan.py --update next-steps-eagle.md --from " + str(
         TINY_TIMINGS
     )
@@ -492,11 +595,11 @@ def test_update_rewrites_only_what_stands_between_markers(tmp_path: Path) -> Non
     document.write_text("before\n<!-- plan: measured -->\nold\n<!-- /plan -->\nafter\n")
     timings(tmp_path, SMALL)
     config = resolve("--from", str(tmp_path))
-    assert planning.update(document, config)
+    assert plan_command.update(document, config)
     text = document.read_text()
     assert text.startswith("before\n<!-- plan: measured -->\n| stage") and text.endswith("<!-- /plan -->\nafter\n")
     assert "old" not in text
-    assert not planning.update(document, config)
+    assert not plan_command.update(document, config)
 
 
 @pytest.mark.parametrize("text", ["nothing", "<!-- plan: measurd -->\n<!-- /plan -->\n"])
@@ -504,8 +607,8 @@ def test_a_document_without_known_markers_is_left_alone(tmp_path: Path, text: st
     document = tmp_path / "notes.md"
     document.write_text(text)
     timings(tmp_path, SMALL)
-    with pytest.raises(PipelineError, match="the tables are measured, projections, rates, plan_rtx6000x8"):
-        planning.update(document, resolve("--from", str(tmp_path)))
+    with pytest.raises(PipelineError, match="the tables are measured, projections, waves, rates, plan_rtx6000x8"):
+        plan_command.update(document, resolve("--from", str(tmp_path)))
     assert document.read_text() == text
 
 

@@ -108,6 +108,7 @@ def test_a_finished_run_is_done_everywhere(half_done: Path) -> None:
         write_manifest(half_done, folder, "done")
     write_rows(half_done / "02_hidden" / "index.jsonl", [{"id": str(n)} for n in range(90)])
     found = status.read(half_done)
+    assert found.wave is None
     assert {stage.state for stage in found.stages} == {"done"}
     assert str(found.stages[2].count) == "90 / 90 shards"
     assert str(found.stages[4].count) == "36 / 36 steps"
@@ -130,6 +131,45 @@ def test_training_goes_by_its_last_steps(half_done: Path) -> None:
     assert str(training.count) == "8 / 60 steps"
     assert training.rate == 4
     assert training.left_s == 52 / 4
+
+
+@pytest.fixture
+def in_waves(half_done: Path) -> Path:
+    """The second of the waves of 60 steps is being made: 04 has trained on the first one and waits."""
+    wave = {"number": 2, "first_step": 25, "last_step": 45, "steps": 60, "room": 1000, "whole": False}
+    write_manifest(half_done, "02_hidden", "running")
+    (half_done / "02_hidden" / "wave.json").write_text(json.dumps(wave))
+    write_rows(half_done / "02_hidden" / "index.jsonl", [{"id": str(n)} for n in range(30)])
+    write_manifest(half_done, "04_train", "running")
+    for step in (20, 25):
+        checkpoint = half_done / "04_train" / "checkpoints" / f"step_{step:06d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "state.json").write_text("{}")
+    (half_done / "04_train" / "checkpoints" / "step_000031").mkdir()
+    write_rows(half_done / "timings.jsonl", [attempt("01_prompts", 90), attempt("04_train", 50, "MoreStates")])
+    return half_done
+
+
+def test_within_a_disk_budget_it_says_which_wave_and_what_is_learnt(in_waves: Path) -> None:
+    with locked(in_waves, "02_hidden"):
+        found = status.read(in_waves)
+    assert found.wave == "wave 2: states for steps 26 to 45 of 60; 25 are in the newest checkpoint"
+    assert found.wave in status.shown(found).splitlines()
+    assert str(found.stages[2].count) == "30 shards"
+    assert found.stages[2].left_s is None
+
+
+def test_training_that_waits_for_states_has_not_failed(in_waves: Path) -> None:
+    assert states(in_waves)["04_train"] == "waits for states"
+    assert not any("MoreStates" in error for error in status.read(in_waves).errors)
+    with locked(in_waves, "04_train"):
+        assert states(in_waves)["04_train"].startswith("running")
+
+
+@pytest.mark.parametrize("torn", ['{"number": 2, "fir', "{}", "[1]"])
+def test_a_wave_that_cannot_be_read_is_left_out(in_waves: Path, torn: str) -> None:
+    (in_waves / "02_hidden" / "wave.json").write_text(torn)
+    assert status.read(in_waves).wave is None
 
 
 def test_before_the_first_epoch_ends_the_steps_are_reckoned_from_the_tokens(half_done: Path) -> None:
