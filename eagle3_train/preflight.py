@@ -382,9 +382,12 @@ def disk_need(config: Config, tokens: int) -> dict[str, int]:
     embedding = sizes.vocab_size * sizes.hidden_size
     # float32: every weight but the frozen embedding; and the optimizer's two moments of what is trained.
     checkpoint = 4 * weights + 8 * (weights - vocabulary * sizes.hidden_size)
+    states = int(tokens * (1 - config.prompts.eval_fraction) * token_bytes(config))
+    if config.in_waves:
+        states = min(states, int((config.extraction.disk_budget_gb or 0) * 1e9))
     return {
         TRACES.folder: tokens * planning.TRACE_BYTES,
-        HIDDEN.folder: int(tokens * (1 - config.prompts.eval_fraction) * token_bytes(config)),
+        HIDDEN.folder: states,
         TRAIN.folder: checkpoint * planning.checkpoints(config),
         EXPORT.folder: 2 * (weights + (embedding if config.export.keep_embeddings else 0)),
     }
@@ -404,7 +407,10 @@ def disk(config: Config, run: Path) -> Check:
         f"{need / GIB:.1f} GiB to come ({parts}), {free / GIB:.1f} GiB free; "
         f"{known.samples} samples, {known.tokens / 1e6:.2f} M tokens ({known.basis})"
     )
-    remedy = "fewer samples (--max-samples), shorter answers (generation.max_tokens), or --run on a larger disk"
+    remedy = (
+        "fewer samples (--max-samples), shorter answers (generation.max_tokens), states in waves "
+        "(extraction.disk_budget_gb), or --run on a larger disk"
+    )
     if need > free:
         return Check("disk", FAIL, found, remedy)
     if need > FULL_DISK * free:

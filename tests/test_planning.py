@@ -369,6 +369,12 @@ def test_of_one_epoch_there_is_nothing_to_replay(tmp_path: Path) -> None:
     assert (waved.way.waves, waved.waves.count) == ("again", 4)
 
 
+@pytest.mark.parametrize("left_gb", [-1, 0, VAL_GB, VAL_GB + 0.1, VAL_GB + TRAIN_GB + 0.001])
+def test_waves_are_offered_only_where_they_are_needed_and_have_room(tmp_path: Path, left_gb: float) -> None:
+    options = small_plan(tmp_path, "--max-disk-gb", str(FIXED_GB + left_gb))
+    assert [option.way for option in options if option.way.waves and option.way.storage == "bfloat16"] == []
+
+
 def test_what_the_plan_says_to_set_is_planned_as_it_said(tmp_path: Path) -> None:
     flags = ("--max-disk-gb", str(FIXED_GB + 2))
     timings(tmp_path, SMALL)
@@ -407,6 +413,9 @@ def test_a_budget_without_room_for_one_step_is_refused(tmp_path: Path) -> None:
     refused = planning.refusal(make_plan(resolve(*common, "--extraction.disk_budget_gb", str(least - 0.001)))) or ""
     assert f"--extraction.disk_budget_gb {least - 0.001:g}: {least:.3g} GB planned" in refused
     assert planning.refusal(make_plan(resolve(*common, "--extraction.disk_budget_gb", str(least + 0.001)))) is None
+    for too_small in (VAL_GB, VAL_GB / 2):
+        planned = make_plan(resolve(*common, "--extraction.disk_budget_gb", str(too_small)))
+        assert "GB planned" in (planning.refusal(planned) or "")
 
 
 def test_the_boxs_waves_within_three_terabytes_by_hand() -> None:

@@ -507,6 +507,11 @@ def test_states_of_100_samples_of_4096_tokens_take_what_the_arithmetic_says(kimi
     assert need["05_export"] == pytest.approx(2 * 1.06e9, rel=0.02)
 
 
+def test_within_a_budget_the_states_take_no_more(kimi: Path) -> None:
+    for budget, bytes_ in (("2.5", 2_500_000_000), ("1000", int(409600 * 0.9 * 57344))):
+        assert disk_need(kimi_config(kimi, "--extraction.disk_budget_gb", budget), 409600)["02_hidden"] == bytes_
+
+
 def test_a_disk_too_small_for_the_states_fails(kimi: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(run)
     for free, status in ((1 << 30, FAIL), (70 * GIB, WARN), (1 << 50, PASS)):
