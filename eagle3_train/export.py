@@ -4,7 +4,7 @@ vLLM boots a draft with missing tensors and answers correctly; only acceptance s
 
 - every tensor is held against `tensor_table`, both ways: missing, extra, shape, dtype, not finite, all zero, d2t;
 - every key of the config is held against the checkpoint it came from;
-- the published files, loaded afresh, give the trained model's logits on real shards.
+- the published files, loaded afresh, give the trained model's logits on shards that validated it.
 
 `flat` is LlamaForCausalLMEagle3 with a Llama config, read by vLLM and SGLang; `speculators` keeps speculators' nested
 config, read by vLLM and `SpeculatorModel.from_pretrained`.
@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle3_train import model_card, verifier
+from eagle3_train.asking import SetAside
+from eagle3_train.capture import read_states
 from eagle3_train.checkpoints import BEST, Saved
 from eagle3_train.config import Config
 from eagle3_train.errors import PipelineError
 from eagle3_train.extraction import DATASET, LINKS
-from eagle3_train.run import Result, Stage, save_tensors, write_text
+from eagle3_train.run import HIDDEN, TRAIN, Result, Stage, save_tensors, write_text
 from eagle3_train.training import CHECKPOINTS
 
 if TYPE_CHECKING:
@@ -61,15 +63,22 @@ _DRAFT_FIELDS = (
 # Logits of both models are computed in float32 from the same bf16 weights: only the order of sums may differ.
 _LOGIT_TOLERANCE = 1e-3
 _ROUND_TRIP_SHARDS = 4
+_ROUND_TRIP_TOKENS = 1024  # of each; memory grows with their square
 
 
 def export(stage: Stage) -> Result:
-    """Convert, publish and check the best checkpoint."""
+    """Convert, publish and check the best checkpoint.
+
+    Raises:
+        PipelineError: a tensor, the config or the logits are not what they must be, or there is nothing to compute
+            logits on.
+    """
     import torch
     from safetensors.torch import load_file
 
     settings = stage.config.export
     checkpoint = stage.input("04_train") / CHECKPOINTS / BEST
+    shards = _validation_shards(stage)
     saved = json.loads((checkpoint / CONFIG).read_text(encoding="utf-8"))
     weights = load_file(checkpoint / WEIGHTS)
     tensors = {
@@ -94,7 +103,6 @@ def export(stage: Stage) -> Result:
         config, published = flat, tensors
     save_tensors(stage.folder / WEIGHTS, published, {"format": "pt"})
     write_text(stage.folder / CONFIG, json.dumps(config, indent=2) + "\n")
-    shards = sorted((stage.run.folder("02_hidden") / DATASET / LINKS).glob("*.safetensors"))[:_ROUND_TRIP_SHARDS]
     difference = verify(stage.folder, checkpoint, stage.config, shards)
     size = (stage.folder / WEIGHTS).stat().st_size
     write_text(stage.folder / CARD, model_card.text(stage.run, flat, size))
@@ -116,6 +124,28 @@ def export(stage: Stage) -> Result:
         lines.append("speculators itself loads it only with the verifier's name: --export.verifier_name OWNER/NAME")
     # The card is not vouched for: 06 adds what it measured.
     return Result([CONFIG, WEIGHTS], summary, lines)
+
+
+def _validation_shards(stage: Stage) -> list[Path]:
+    """The first shards that validated the training, of the data set that stage 04 says it was trained on.
+
+    Raises:
+        PipelineError: none of them is there.
+    """
+    trained = Stage(stage.run, TRAIN).manifest
+    assert trained is not None  # `Stage.input` has seen it
+    prepared = trained["config"].get("training.prepared_data")
+    folder = (Path(prepared) if prepared else stage.run.folder(HIDDEN.folder) / DATASET) / LINKS
+    first = trained["summary"]["samples"]  # the training rows, which come before those of validation
+    wanted = [folder / f"hs_{row}.safetensors" for row in range(first, first + _ROUND_TRIP_SHARDS)]
+    found = [path for path in wanted if path.exists()]
+    if not found:
+        remedy = "put that data set back" if prepared else f"rerun {HIDDEN.script}"
+        raise PipelineError(
+            f"{wanted[0]} is not there: without a hidden state of the validation samples nothing shows that the "
+            f"published draft computes what was trained; {remedy}, then run this again"
+        )
+    return found
 
 
 def flat_config(saved: dict[str, Any], layer_ids: list[int]) -> dict[str, Any]:
@@ -251,7 +281,7 @@ def verify(folder: Path, checkpoint: Path, config: Config, shards: list[Path]) -
         folder: the published config.json and model.safetensors, of either format.
         checkpoint: the training checkpoint.
         config: the run's configuration, for the verifier.
-        shards: hidden states to compute logits on.
+        shards: hidden states to compute logits on, one file at least.
 
     Returns:
         The largest difference between the two models' logits, over all TTT steps.
@@ -283,7 +313,7 @@ def verify(folder: Path, checkpoint: Path, config: Config, shards: list[Path]) -
         raise PipelineError(f"{folder / WEIGHTS}: d2t is not the trained model's: each draft would be another token")
     trained_shape = saved | saved["transformer_layer_config"]
     difference = _compare_logits((published, written), (trained, trained_shape), config, shards)
-    if difference > _LOGIT_TOLERANCE:
+    if not difference <= _LOGIT_TOLERANCE:  # nor NaN
         raise PipelineError(
             f"the published draft's logits differ from the trained model's by up to {difference:.3g} "
             f"(allowed {_LOGIT_TOLERANCE:g}): what would be served is not what was trained"
@@ -297,13 +327,16 @@ def _compare_logits(
     config: Config,
     shards: list[Path],
 ) -> float:
-    """Largest difference of two drafts' logits, each given as tensors and flat-named config."""
+    """Largest difference of two drafts' logits, each given as tensors and flat-named config; NaN where one is."""
+    import torch
+
     models = [_draft_model(tensors, shape, config) for tensors, shape in (published, trained)]
-    largest = 0.0
+    differences = []
     for shard in shards:
-        ours, theirs = (_logits(model, shard, config.training.ttt_steps) for model in models)
-        largest = max(largest, float((ours - theirs).abs().max()))
-    return largest
+        ids, states = _ids_and_states(shard)
+        ours, theirs = (_logits(model, ids, states, config.training.ttt_steps) for model in models)
+        differences.append((ours - theirs).abs().max())
+    return float(torch.stack(differences).max())
 
 
 def _draft_model(tensors: dict[str, torch.Tensor], shape: dict[str, Any], config: Config) -> Eagle3DraftModel:
@@ -345,18 +378,24 @@ def _draft_model(tensors: dict[str, torch.Tensor], shape: dict[str, Any], config
     return model
 
 
-def _logits(model: Eagle3DraftModel, shard: Path, ttt_steps: int) -> torch.Tensor:
-    """The draft's logits [ttt_steps, tokens - 1, draft vocabulary] on one shard, shifted as in training."""
-    import torch
-    from safetensors.torch import load_file
+def _ids_and_states(shard: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first token ids [T] and states [T, layers, hidden] of a shard, these in float32 as they were captured."""
+    try:
+        states, ids, _, _ = read_states(shard)
+    except SetAside as error:
+        raise PipelineError(f"{shard.resolve()}: {error}; make it again, then run this again") from None
+    return ids[:_ROUND_TRIP_TOKENS], states[:_ROUND_TRIP_TOKENS].float()
 
-    states = load_file(shard)
-    ids, hidden = states["token_ids"], states["hidden_states"].float()
+
+def _logits(model: Eagle3DraftModel, ids: torch.Tensor, states: torch.Tensor, ttt_steps: int) -> torch.Tensor:
+    """The draft's logits [ttt_steps, T - 1, draft vocabulary] on ids [T] and states, shifted as in training."""
+    import torch
+
     seen: list[torch.Tensor] = []
     hook = model.lm_head.register_forward_hook(lambda _module, _inputs, output: seen.append(output[0]))
     with torch.no_grad():
         model(
-            hidden_states=hidden[:-1, :-1].flatten(1)[None],
+            hidden_states=states[:-1, :-1].flatten(1)[None],
             input_ids=ids[None, 1:],
             document_ids=torch.zeros(1, len(ids) - 1, dtype=torch.long),
             position_ids=torch.arange(1, len(ids))[None],

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_train import verifier
+from eagle3_train.config import Config
 from eagle3_train.run import STAGES, Run
 
 _MADE_BY = ("01_prompts", "01b_traces", "02_hidden", "03_vocab", "04_train")
@@ -28,10 +29,9 @@ def text(run: Run, config: dict[str, Any], size: int, evaluation: dict[str, Any]
     name = verifier.hub_name(settings.verifier, settings.export.verifier_name)
     local = "the embedded tiny verifier" if settings.verifier.path == "tiny" else Path(settings.verifier.path).name
     shown = name or local
-    source = Path(settings.prompts.source).name if Path(settings.prompts.source).exists() else settings.prompts.source
     heads = f"{config['num_attention_heads']} heads of {config['head_dim']}"
     manifests = {folder: _manifest(run, folder) for folder in _MADE_BY}
-    traces, hidden, trained = (manifests[f].get("summary", {}) for f in ("01b_traces", "02_hidden", "04_train"))
+    trained = manifests["04_train"].get("summary", {})
     front = ["---", f"license: {settings.export.license}", *([f"base_model: {name}"] if name else [])]
     front += ["tags: [eagle3, speculative-decoding, vllm]", "---"]
     provenance = "\n".join(
@@ -60,9 +60,7 @@ verifier's own.
 
 ## Training
 
-Data: {source}; {traces.get("traces", "?")} answers of the verifier itself
-(temperature {", ".join(f"{t:g}" for t in settings.generation.temperatures)}),
-{hidden.get("tokens", "?")} tokens in {hidden.get("samples", "?")} training and validation samples.
+{_data(settings, manifests)}
 {trained.get("steps", "?")} steps, {training.epochs} epochs, {training.optimizer}, learning rate {training.lr:g},
 {training.ttt_steps} TTT steps, loss {training.loss}, packs of {training.pack_tokens} tokens. Best epoch
 {trained.get("best_epoch", "?")}: expected acceptance length {trained.get("expected_acceptance_length", "?")} on the
@@ -92,6 +90,21 @@ Digests of what it was made from, by eagle3-train:
 def _manifest(run: Run, folder: str) -> dict[str, Any]:
     path = run.folder(folder) / "manifest.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _data(settings: Config, manifests: dict[str, dict[str, Any]]) -> str:
+    """What it was trained on."""
+    traces, hidden, trained = (manifests[f].get("summary", {}) for f in ("01b_traces", "02_hidden", "04_train"))
+    if settings.training.prepared_data:
+        name = Path(settings.training.prepared_data).name
+        return f"Data: {name}, prepared elsewhere; {trained.get('samples', '?')} training samples."
+    source = settings.prompts.source
+    source = Path(source).name if Path(source).exists() else source
+    temperatures = ", ".join(f"{t:g}" for t in settings.generation.temperatures)
+    return (
+        f"Data: {source}; {traces.get('traces', '?')} answers of the verifier itself\n(temperature {temperatures}),\n"
+        f"{hidden.get('tokens', '?')} tokens in {hidden.get('samples', '?')} training and validation samples."
+    )
 
 
 def _acceptance(evaluation: dict[str, Any] | None) -> str:

@@ -2,7 +2,8 @@
 
 Guarded: every way in which a draft's tensors can be broken is caught by name; the table they are held against is the
 published Kimi drafts' and speculators' own model's; the flat config writes every key that decides the arithmetic and
-names no path of this machine; and both formats read back as what was trained.
+names no path of this machine; both formats read back as what was trained; and nothing is published whose logits were
+not compared, on states as they were captured.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from eagle3_train.checkpoints import Checkpoints
 from eagle3_train.config import Config, Draft, Export, Training, Verifier, Vocabulary
 from eagle3_train.draft import build_draft
 from eagle3_train.errors import PipelineError
-from eagle3_train.export import check_tensors, export, flat_config, push, tensor_table, verify
-from eagle3_train.extraction import SHARDS, Sample
+from eagle3_train.export import _ids_and_states, check_tensors, export, flat_config, push, tensor_table, verify
+from eagle3_train.extraction import DATASET, LINKS, SHARDS, Sample
 from eagle3_train.run import EXPORT, HIDDEN, PROMPTS, TRACES, TRAIN, VOCAB, Result, Run, Stage
-from eagle3_train.training import CHECKPOINTS
+from eagle3_train.training import CHECKPOINTS, spec
 from tests import kimi_standin
 from tests.fault_server import ROOT, finish_stage, no_work, write_hidden
 
@@ -360,6 +361,89 @@ def test_two_tensors_of_one_shape_in_each_others_place_are_caught_by_the_logits(
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(PipelineError, match="not what was trained"):
         verify(folder, checkpoint_of(run), run.config, shards)
+
+
+# ---- what the logits are computed on
+
+
+def on_prepared_data(run: Run, folder: Path) -> Path:
+    """Make the run one that was trained on data prepared elsewhere, without states of its own; returns their folder."""
+    shards = folder / "prepared" / LINKS
+    shutil.copytree(run.folder("02_hidden") / DATASET / LINKS, shards)  # links become files
+    for stage in ("02_hidden", "04_train"):
+        shutil.rmtree(run.folder(stage))
+    run.config = run.config.model_copy(
+        update={"training": run.config.training.model_copy(update={"prepared_data": str(shards.parent)})}
+    )
+    finish_stage(run, spec(run.config), lambda stage: save_draft(stage, EPOCH))
+    return shards
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_the_logits_are_compared_on_the_validation_rows_of_what_was_trained_on(
+    trained: Run, tmp_path: Path, prepared: bool
+) -> None:
+    run = copy_of(trained, tmp_path)
+    shards = on_prepared_data(run, tmp_path) if prepared else run.folder("02_hidden") / DATASET / LINKS
+    (shards / "hs_0.safetensors").unlink()  # a training row: in waves they come and go
+    assert "equal the trained one's on 1 shards" in finish_stage(run, EXPORT, export).lines[0]
+    card = (run.folder("05_export") / "README.md").read_text()
+    assert ("Data: prepared, prepared elsewhere; 1 training samples." in card) == prepared
+    assert ("answers of the verifier itself" in card) != prepared
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_nothing_is_published_when_there_is_nothing_to_compare_logits_on(
+    trained: Run, tmp_path: Path, prepared: bool
+) -> None:
+    run = copy_of(trained, tmp_path)
+    shards = on_prepared_data(run, tmp_path) if prepared else run.folder("02_hidden") / DATASET / LINKS
+    (shards / "hs_1.safetensors").unlink()
+    with pytest.raises(PipelineError, match=rf"{shards}/hs_1.safetensors is not there.*nothing shows"):
+        publish(run)
+    assert not (run.folder("05_export") / "model.safetensors").exists()
+
+
+def test_a_torn_shard_is_refused_by_name(trained: Run, tmp_path: Path) -> None:
+    run = copy_of(trained, tmp_path)
+    path = run.folder("02_hidden") / SHARDS / "val-0.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(PipelineError, match=r"val-0\.safetensors: not a whole safetensors file"):
+        publish(run)
+
+
+def test_logits_that_are_no_numbers_are_not_taken_for_equal(trained: Run, tmp_path: Path) -> None:
+    run = copy_of(trained, tmp_path)
+    path = run.folder("02_hidden") / SHARDS / "val-0.safetensors"
+    tensors = load_file(path)
+    tensors["hidden_states"][5] = float("nan")
+    save_file(tensors, path)
+    with pytest.raises(PipelineError, match="differ from the trained model's by up to nan"):
+        publish(run)
+
+
+def test_float8_shards_are_read_as_what_was_captured(tmp_path: Path) -> None:
+    """Every finite e4m3 number, by the format's definition (arXiv 2209.05433): bias 7, subnormals, no infinity."""
+    codes = [code for code in range(256) if code & 0x7F != 0x7F]
+    exact = [
+        (-1.0) ** (code >> 7)
+        * ((code & 7) / 8 * 2.0**-6 if code >> 3 & 15 == 0 else (1 + (code & 7) / 8) * 2.0 ** ((code >> 3 & 15) - 7))
+        for code in codes
+    ]
+    scales = torch.tensor([3.0, 0.011])
+    shard = {
+        "hidden_states": torch.tensor(codes, dtype=torch.uint8)
+        .view(torch.float8_e4m3fn)
+        .reshape(1, 2, 127)
+        .repeat(2, 1, 1),
+        "hidden_states_scales": scales.reshape(2, 1, 1),
+        "token_ids": torch.tensor([4, 9]),
+    }
+    save_file(shard, tmp_path / "shard.safetensors")
+    ids, states = _ids_and_states(tmp_path / "shard.safetensors")
+    expected = torch.tensor([exact, exact]) * scales[:, None]
+    assert ids.tolist() == [4, 9]
+    torch.testing.assert_close(states.flatten(1), expected, rtol=1e-6, atol=0)
 
 
 def test_the_speculators_format_reloads_in_speculators(trained: Run, tmp_path: Path) -> None:
