@@ -346,6 +346,30 @@ def test_what_waves_cost_by_hand(
     assert found["01b generation"] == pytest.approx(1000 * 100 / 200)
 
 
+@pytest.mark.parametrize("share", [0.23, 0.45, 0.7])
+@pytest.mark.parametrize("epochs", ["again", "replay"])
+def test_the_plan_counts_the_waves_that_02_cuts(monkeypatch: pytest.MonkeyPatch, epochs: str, share: float) -> None:
+    from eagle3_train import waves
+
+    monkeypatch.setattr(waves, "token_bytes", lambda _config: 57_344)  # the verifier's files are not here
+    train = [4096] * 1000
+    budget = share * sum(train) * 57_344 / 1e9
+    flags = ("--extraction.wave_epochs", epochs, "--extraction.disk_budget_gb", str(budget))
+    config = resolve("--training.epochs", "2", *flags)
+    drawn = waves.training_order(config, train, round(budget * 1e9))
+    cut, first, made, held = 0, 0, 0, set[int]()
+    while first < len(drawn.steps):
+        last = waves._last_step(config, drawn, first, train, round(budget * 1e9))
+        made += len(drawn.rows(first, last) - held)
+        cut, first, held = cut + 1, last, drawn.rows(first, last)
+    way = planning.ways(config)[0]
+    planned = planning.waves(config, planning.Disk(0, 0, sum(train) * 57_344, 0), way)
+    # Whole steps do not fill a wave to the last byte; what one wave leaves for the next is not made again.
+    assert planned.count <= cut <= planned.count + 1
+    assert made <= planned.passes * len(train)
+    assert made == len(train) or epochs == "again"
+
+
 def test_the_ways_in_waves_stand_beside_the_others(tmp_path: Path) -> None:
     beside = {str(option.way) for option in small_plan(tmp_path)}
     budgeted = small_plan(tmp_path, "--max-disk-gb", str(FIXED_GB + 2))
