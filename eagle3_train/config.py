@@ -319,7 +319,7 @@ class Training(Section):
     gradients: Literal["float32", "bfloat16"] = "float32"
     """Type in which several GPUs exchange gradients; bfloat16 halves the traffic where there is no NVLink."""
     trackers: list[Literal["tensorboard", "trackio", "wandb"]] = how(["tensorboard"])
-    """Where metrics go besides metrics.jsonl; one that is not installed is left out with a warning."""
+    """Where metrics go besides metrics.jsonl; one that is not installed, or fails, is left out with a warning."""
     data_workers: int = how(4, ge=0)
     """Threads that read shards ahead, in each training process; 0 reads when a pack is needed."""
 

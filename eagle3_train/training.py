@@ -1,7 +1,7 @@
 """Stage 04: speculators' Eagle3DraftModel, trained on the shards of stage 02 by our own step.
 
 04_train/checkpoints/             see checkpoints.py; `checkpoint_best` has the highest expected acceptance length
-04_train/metrics.jsonl            a line for every logged step and every validation
+04_train/metrics.jsonl            a line for every logged step and every validation; what a warm start took over
 04_train/trackers/                the same, for TensorBoard
 04_train/curves.png               redrawn at every validation
 
@@ -217,7 +217,7 @@ def draw_curves(folder: Path, ttt_steps: int) -> None:
     for row in read_jsonl(folder / METRICS):
         if "train" in row:
             train[row["step"]] = row["train"]["loss"]
-        else:
+        elif "val" in row:
             val[row["step"]] = row["val"]["loss"]
             expected[row["step"]] = expected_acceptance_length(row["val"], ttt_steps)
     charts.training(folder / CURVES, train, val, expected, ttt_steps)

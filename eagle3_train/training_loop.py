@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -132,7 +133,9 @@ class _Loop:
             from eagle3_train import warm_start
 
             layers = verifier.text_config(stage.config.verifier).num_hidden_layers
-            warm_start.load_into(draft, stage.config.draft.init_from, layers)
+            taken_over = warm_start.load_into(draft, stage.config.draft.init_from, layers)
+            with JsonlLog(stage.folder / METRICS) as log:
+                log.append({"warm_start": taken_over})
         self.draft = draft
         self.step: nn.Module = _make_step(draft.to(place.device), stage.config, place)
         self.optimizers = _optimizers(draft, stage.config)
@@ -404,7 +407,10 @@ def _on_device(packs: Iterable[Pack], device: torch.device) -> Iterator[Pack]:
 
 @contextmanager
 def _metrics_log(stage: Stage) -> Iterator[None]:
-    """Metrics go to metrics.jsonl and, by speculators' own handlers, to the trackers that are installed."""
+    """Metrics go to metrics.jsonl and, by speculators' own handlers, to the trackers that are installed.
+
+    A tracker that fails (no login, no network, no space) is left out from then on: it must not end a training.
+    """
     from speculators.train.logger import setup_metric_logger
 
     here: list[str] = []
@@ -415,10 +421,23 @@ def _metrics_log(stage: Stage) -> Iterator[None]:
         print(f"warning: not installed, so left out: {', '.join(missing)}")
     logger = logging.getLogger(_METRICS_LOGGER)
     setup_metric_logger(here, stage.run.path.name, str(stage.folder / "trackers"))
+    trackers, logger.handlers = logger.handlers, []
+
+    def attempt(tracker: logging.Handler, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except Exception as error:  # each has errors of its own
+            trackers.remove(tracker)
+            reason = str(error).strip().partition("\n")[0]
+            print(f"warning: {tracker.name} failed and is left out from here on ({type(error).__name__}: {reason})")
+            with contextlib.suppress(Exception):
+                tracker.close()
 
     class Writer(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             log.append(dict(record.msg))  # type: ignore[arg-type]
+            for listening in list(trackers):
+                attempt(listening, partial(listening.handle, record))
 
     with JsonlLog(stage.folder / METRICS) as log:
         handler = Writer()
@@ -428,9 +447,9 @@ def _metrics_log(stage: Stage) -> Iterator[None]:
         try:
             yield
         finally:
-            for listening in list(logger.handlers):
-                logger.removeHandler(listening)
-                listening.close()
+            logger.removeHandler(handler)
+            for listening in list(trackers):
+                attempt(listening, listening.close)
 
 
 def _quiet_libraries() -> None:

@@ -81,7 +81,7 @@ def load_into(model: Eagle3DraftModel, init_from: str, verifier_layers: int) -> 
         verifier_layers: the verifier's number of layers, for drafts whose config names no auxiliary layers.
 
     Returns:
-        For the manifest: `format`, `tensors` loaded, `layer_numbering` (vllm, sglang or default), `shared_tokens` in
+        For metrics.jsonl: `format`, `tensors` loaded, `layer_numbering` (vllm, sglang or default), `shared_tokens` in
         both vocabularies, `new_tokens` in ours alone, and whose `head` the shared tokens have (verifier or draft).
 
     Raises:

@@ -496,7 +496,9 @@ def test_every_step_and_validation_is_that_of_speculators_own_trainer(
 # ---- from another draft
 
 
-def test_a_training_starts_from_a_given_draft(undisturbed: tuple[Run, Result], data: Run, tmp_path: Path) -> None:
+def test_a_training_starts_from_a_given_draft_and_keeps_what_was_taken_over(
+    undisturbed: tuple[Run, Result], data: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     given = checkpoints_of(undisturbed[0]).folder / "checkpoint_best"
     # The first step of a warm-up changes nothing, so what is validated after it is what was loaded.
     run = copy_of(data, tmp_path, draft={"init_from": str(given)}, max_steps=1, warmup_ratio=1.0)
@@ -504,6 +506,10 @@ def test_a_training_starts_from_a_given_draft(undisturbed: tuple[Run, Result], d
     (found,) = validations_of(run).values()
     known = json.loads((given / STATE).read_text())["metrics"]
     assert {name: found[name] for name in known} == known
+    taken_over = {"format": "speculators", "tensors": 12, "layer_numbering": "vllm", "head": "verifier"}
+    told = rows_of(run.folder("04_train") / "metrics.jsonl")[0]
+    assert told == {"warm_start": taken_over | {"shared_tokens": 64, "new_tokens": 0}}
+    assert f"starting from {given}: 12 tensors" in capsys.readouterr().out
 
 
 def test_a_draft_that_does_not_fit_is_refused_with_both_sides(
