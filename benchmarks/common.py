@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle3_train.run import hardware, versions, write_text
+from eagle3_train.config import Config
+from eagle3_train.generation import TRACES_FILE
+from eagle3_train.prompts import PROMPTS_FILE
+from eagle3_train.run import PROMPTS, TRACES, Result, Run, Stage, hardware, versions, write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -76,6 +80,24 @@ def stage_command(script: str, run: Path, **flags: Any) -> list[str]:
     return command
 
 
+def traced_run(path: Path, config: Config, prompts: Iterable[dict[str, Any]], traces: Callable[[Stage], None]) -> Run:
+    """A run that is done up to stage 01b, with these rows of prompts.jsonl; `traces` writes traces.jsonl."""
+    run = Run(path, config)
+    path.mkdir(parents=True)
+    run.keep_config()
+
+    def write_prompts(stage: Stage) -> None:
+        text = "".join(json.dumps({"source": "benchmark", **row}) + "\n" for row in prompts)
+        (stage.folder / PROMPTS_FILE).write_text(text, encoding="utf-8")
+
+    for spec, work, made in ((PROMPTS, write_prompts, PROMPTS_FILE), (TRACES, traces, TRACES_FILE)):
+        stage = Stage(run, spec)
+        stage.begin(force=False)
+        work(stage)
+        stage.finish(Result([made], {}))
+    return run
+
+
 def summary_of(run: Path, folder: str) -> dict[str, Any]:
     """The figures that a finished stage left in its manifest."""
     return json.loads((run / folder / "manifest.json").read_text(encoding="utf-8"))["summary"]
@@ -109,7 +131,7 @@ def write_result(
     result = {
         "name": name,
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "commit": _commit(),
+        "commit": commit(),
         "command": " ".join(["python", "-m", f"benchmarks.{module or name}", *sys.argv[1:]]),
         "hardware": hardware(),
         "versions": versions(),
@@ -124,8 +146,10 @@ def write_result(
     print(text)
 
 
-def _commit() -> str:
-    """The commit, with `+` when the code that was measured is not what it holds."""
+def commit() -> str:
+    """The commit, with `+` when the code that was measured is not what it holds; empty where there is no git."""
+    if shutil.which("git") is None:
+        return ""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()

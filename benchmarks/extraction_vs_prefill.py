@@ -23,14 +23,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT, run_measured, spread, write_result
+from benchmarks.common import ROOT, run_measured, spread, traced_run, write_result
 from eagle3_train import server as vllm
 from eagle3_train.capture import Capturer, Expected, fresh_staging
-from eagle3_train.config import parse
+from eagle3_train.config import Config, parse
 from eagle3_train.extraction import DATASET, INDEX, LINKS, SHARDS, Located, Traces, extract_all, publish, read_samples
 from eagle3_train.generation import TRACES_FILE
-from eagle3_train.prompts import PROMPTS_FILE
-from eagle3_train.run import HIDDEN, PROMPTS, TRACES, JsonlLog, Result, Run, Stage
+from eagle3_train.run import HIDDEN, JsonlLog, Run, Stage
 
 SHORTEST, LONGEST, VOCABULARY = 64, 256, 512
 MEMORY_SIZES = (1_000, 50_000)
@@ -49,22 +48,22 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        runs = {size: _synthetic_run(folder / str(size), size) for size in given.sizes}
-        config = runs[given.sizes[0]].config
+        config = _tiny_config()
+        runs = {size: synthetic_run(folder / str(size), config, size) for size in given.sizes}
         ceiling: dict[int, list[float]] = {size: [] for size in given.sizes}
         ours: dict[int, list[float]] = {size: [] for size in given.sizes}
         theirs: dict[int, list[float]] = {size: [] for size in given.sizes}
         with vllm.serve(config, log=folder / "plain.log", extra_args=["--no-enable-prefix-caching"]) as server:
             for size, run in runs.items():
                 for _ in range(given.repeats + 1):
-                    ceiling[size].append(asyncio.run(_prefill(run, server, folder)))
+                    ceiling[size].append(asyncio.run(prefill(run, server, folder)))
                     print(f"{size} samples, prefill only: {ceiling[size][-1]:.0f} tokens/s", flush=True)
         staging = fresh_staging(folder, folder / "moved")
         extra = vllm.extraction_args(config, staging)
         with vllm.serve(config, log=folder / "capture.log", extra_args=extra) as server:
             for size, run in runs.items():
                 for _ in range(given.repeats + 1):
-                    ours[size].append(_stage_02(run, server, staging))
+                    ours[size].append(stage_02(run, server, staging))
                     print(f"{size} samples, stage 02: {ours[size][-1]:.0f} tokens/s", flush=True)
                     theirs[size].append(_speculators(run, server, folder))
                     print(f"{size} samples, speculators: {theirs[size][-1]:.0f} tokens/s", flush=True)
@@ -106,48 +105,42 @@ def _write(
     )
 
 
-def _synthetic_run(path: Path, samples: int) -> Run:
-    """A run that is done up to stage 01b, with traces of random token ids."""
-    arguments = ["--run", str(path), "--preset", str(ROOT / "presets" / "tiny.yaml")]
-    _, config = parse([*arguments, "--extraction.concurrency", "32"], "")
-    run = Run(path, config)
-    path.mkdir(parents=True)
-    run.keep_config()
+def _tiny_config() -> Config:
+    arguments = ["--run", "unused", "--preset", str(ROOT / "presets" / "tiny.yaml"), "--extraction.concurrency", "32"]
+    return parse(arguments, "")[1]
+
+
+def synthetic_run(path: Path, config: Config, samples: int, shortest: int = SHORTEST, longest: int = LONGEST) -> Run:
+    """A run that is done up to stage 01b, with traces of random token ids, `shortest` to `longest` of them."""
     rng = random.Random(samples)
     ids = [f"{number:016x}" for number in range(samples)]
+    prompts = [{"id": sample_id, "messages": [], "split": _split(number)} for number, sample_id in enumerate(ids)]
 
-    def prompts(stage: Stage) -> Result:
-        with (stage.folder / PROMPTS_FILE).open("w") as file:
-            for number, sample_id in enumerate(ids):
-                row = {"id": sample_id, "messages": [], "source": "random", "split": "train" if number % 20 else "val"}
-                file.write(json.dumps(row) + "\n")
-        return Result([PROMPTS_FILE], {})
-
-    def traces(stage: Stage) -> Result:
+    def traces(stage: Stage) -> None:
         with (stage.folder / TRACES_FILE).open("w") as file:
             for sample_id in ids:
-                tokens = [rng.randrange(20, VOCABULARY) for _ in range(rng.randint(SHORTEST, LONGEST))]
+                tokens = [rng.randrange(20, VOCABULARY) for _ in range(rng.randint(shortest, longest))]
                 row = {"id": sample_id, "prompt_token_ids": tokens[:20], "output_token_ids": tokens[20:], "flags": []}
                 file.write(json.dumps(row) + "\n")
-        return Result([TRACES_FILE], {})
 
-    for spec, work in ((PROMPTS, prompts), (TRACES, traces)):
-        stage = Stage(run, spec)
-        stage.begin(force=False)
-        stage.finish(work(stage))
-    return run
+    return traced_run(path, config, prompts, traces)
 
 
-def _samples(run: Run) -> tuple[list[Located], Path, Stage]:
+def _split(number: int) -> str:
+    return "train" if number % 20 else "val"
+
+
+def samples_of(run: Run) -> tuple[list[Located], Path, Stage]:
+    """The samples of a run's traces, the file that holds them, and the stage that is to capture them."""
     stage = Stage(run, HIDDEN)
     stage.folder.mkdir(exist_ok=True)
     samples, _ = read_samples(stage)
     return samples, run.folder("01b_traces") / TRACES_FILE, stage
 
 
-async def _prefill(run: Run, server: vllm.Server, folder: Path) -> float:
+async def prefill(run: Run, server: vllm.Server, folder: Path) -> float:
     """Tokens a second of stage 02's client when nothing is saved."""
-    samples, path, _ = _samples(run)
+    samples, path, _ = samples_of(run)
     queue = iter(sorted(samples, key=lambda sample: -sample.tokens))
     expected = Expected.of(run.config)
     with Traces(path) as traces:
@@ -162,23 +155,35 @@ async def _prefill(run: Run, server: vllm.Server, folder: Path) -> float:
             return sum(sample.tokens for sample in samples) / (time.monotonic() - started)
 
 
-def _stage_02(run: Run, server: vllm.Server, staging: Path) -> float:
-    """Tokens a second of stage 02 from its first sample to its last row."""
-    samples, path, stage = _samples(run)
-    shutil.rmtree(stage.folder / SHARDS, ignore_errors=True)
-    (stage.folder / SHARDS).mkdir()
-    (stage.folder / INDEX).unlink(missing_ok=True)
-    with Traces(path) as traces, JsonlLog(stage.folder / INDEX) as index, JsonlLog(stage.folder / "errors") as errors:
-        canaries = [traces.load(sample).token_ids for sample in samples[:8]]
-        work = extract_all(samples, traces, run.config, server, staging, canaries, index, errors)
-        seconds = asyncio.run(work)
-    assert (stage.folder / "errors").stat().st_size == 0
+def stage_02(run: Run, server: vllm.Server, staging: Path, waves: int = 1) -> float:
+    """Tokens a second of stage 02 from its first sample to its last row, the parity gate left out.
+
+    In `waves` the samples are captured in as many calls, and the states of each are deleted before the next.
+    """
+    samples, path, stage = samples_of(run)
+    seconds = 0.0
+    for wave in range(waves):
+        started = time.monotonic()
+        shutil.rmtree(stage.folder / SHARDS, ignore_errors=True)
+        (stage.folder / INDEX).unlink(missing_ok=True)
+        seconds += time.monotonic() - started if wave else 0.0
+        (stage.folder / SHARDS).mkdir()
+        with (
+            Traces(path) as traces,
+            JsonlLog(stage.folder / INDEX) as index,
+            JsonlLog(stage.folder / "errors") as errors,
+        ):
+            canaries = [traces.load(sample).token_ids for sample in samples[:8]]
+            part = samples[wave::waves]
+            seconds += asyncio.run(extract_all(part, traces, run.config, server, staging, canaries, index, errors))
+    if (stage.folder / "errors").stat().st_size:
+        raise RuntimeError(f"stage 02 set samples aside: {(stage.folder / 'errors').read_text()[:1000]}")
     return sum(sample.tokens for sample in samples) / seconds
 
 
 def _speculators(run: Run, server: vllm.Server, folder: Path) -> float:
     """Tokens a second of `speculators generate-offline-data`, by its own clock."""
-    samples, path, stage = _samples(run)
+    samples, path, stage = samples_of(run)
     if not (stage.folder / DATASET).exists():
         with Traces(path) as traces:
             publish(stage.folder, map(traces.load, sorted(samples, key=lambda sample: sample.split)))
@@ -196,13 +201,13 @@ def _speculators(run: Run, server: vllm.Server, folder: Path) -> float:
 
 def _publish(path: Path) -> None:
     _, config = parse(["--run", str(path)], "")
-    samples, traces_path, stage = _samples(Run(path, config))
+    samples, traces_path, stage = samples_of(Run(path, config))
     with Traces(traces_path) as traces:
         publish(stage.folder, map(traces.load, sorted(samples, key=lambda sample: sample.split)))
 
 
 def _peak_mib(path: Path, samples: int) -> float:
-    _synthetic_run(path, samples)
+    synthetic_run(path, _tiny_config(), samples)
     command = [sys.executable, "-m", "benchmarks.extraction_vs_prefill", "--publish", str(path)]
     peak = run_measured(command, log=path.parent / "log").peak_mib
     shutil.rmtree(path)
