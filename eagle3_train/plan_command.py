@@ -53,7 +53,7 @@ def shown(planned: Planned) -> str:
             "Where the figures come from:\n" + "\n".join(_sources(own)),
             f"{machine} in every way, and ten times the samples:",
             option_table([*projections, planned.again(own, 10 * planned.samples)], config.plan),
-            "What makes it go another way:\n" + "\n".join(_settings(config, projections[1:])),
+            *_settings(config, projections[1:]),
             _ASSUMED,
         ]
     return "\n\n".join(parts)
@@ -108,8 +108,9 @@ def _sources(projection: Projection) -> Iterator[str]:
 
 
 def _settings(config: Config, others: list[Projection]) -> Iterator[str]:
-    for other in others:
-        yield f"- {other.way}: {planning.flags(config, other)}"
+    if others:
+        lines = [f"- {other.way}: {planning.flags(config, other)}" for other in others]
+        yield "\n".join(["What makes it go another way:", *lines])
 
 
 def brief(planned: Planned) -> str:

@@ -209,10 +209,10 @@ def _between(low: float, high: float, source: str) -> Figure:
     return Figure(Range(low, math.sqrt(low * high), high), ESTIMATE, source)
 
 
-# Dense bf16 [TFLOP/s] and memory [TB/s], as NVIDIA publishes them:
+# Dense bf16 [TFLOP/s] and memory [TB/s] by NVIDIA; the B300's read there, the others as those quote who cite it:
 # RTX PRO 6000  white paper "RTX PRO Blackwell GPU Architecture", table 4: 503.8 and 1.792, Workstation Edition. The
-#               Server Edition's datasheet has 1.597, its page 1 PFLOP (with sparsity). Which edition the box holds is
-#               not on record; by the Workstation's memory the B300 gains less.
+#               Server Edition's datasheet has 1.597, its page 1 PFLOP, taken to be with sparsity. Which edition the box
+#               holds is not on record; by the Workstation's memory the B300 gains less.
 # H200          "H200 Tensor Core GPU" datasheet: 1,979 with sparsity, half of it without.
 # B300          table of peak throughput and B300 reference system of NVIDIA/exemplar-performance: 2,250 and 7.7 in an
 #               8-GPU system (8 in a GB300).
