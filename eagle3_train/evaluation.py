@@ -3,6 +3,7 @@
 With the draft, then without it: the same prompts, greedily and sampled, then the same load. What is shown:
 
 - mean acceptance length and acceptance by position, by prompt set, by context position, in thinking and in the answer;
+- the acceptance length that stage 04 expected beside it;
 - greedy output equals the verifier's alone, token by token;
 - sampled output is the verifier's distribution: its tokens, scored by the verifier without the draft, are as likely
   as the verifier's own samples;
@@ -35,10 +36,11 @@ from eagle3_train.config import Config
 from eagle3_train.errors import GateFailed, PipelineError
 from eagle3_train.generation import SERVER_LOG
 from eagle3_train.progress import bar
-from eagle3_train.run import EVALUATE, Result, Stage, StageSpec, hardware, versions, write_text
+from eagle3_train.run import EVALUATE, EXPORT, TRAIN, Result, Stage, StageSpec, hardware, versions, write_text
 
 MEASUREMENTS, RESULTS = "measurements", "results.json"
 GREEDY, SAMPLED = "greedy", "sampled"
+_EXPECTED = {GREEDY: "expected_acceptance_length", SAMPLED: "expected_sampled_acceptance_length"}  # in 04's summary
 # Two sets of samples of one distribution differ by more than this many standard errors once in 15,000 times.
 _MAX_STANDARD_ERRORS = 4.0
 # The last answers may reach us a moment before vLLM counts them.
@@ -74,6 +76,7 @@ def evaluate(stage: Stage) -> Result:
         "hardware": hardware(),
         "versions": versions(),
         "date": time.strftime("%Y-%m-%d"),
+        "expected": beside_training(stage, results),
     }
     write_text(stage.folder / RESULTS, json.dumps(results, indent=1) + "\n")
     report.write(stage, results)
@@ -306,6 +309,37 @@ def _sweep(
         }
     timed = {count: row["tokens_per_s"] for count, row in rows.items() if row["tokens_per_s"]}
     return {"rows": rows, "fastest": max(timed, key=lambda count: timed[count]) if len(timed) > 1 else None}
+
+
+def beside_training(stage: Stage, results: dict[str, Any]) -> dict[str, Any]:
+    """What stage 04 expected of this run's draft beside what was measured.
+
+    Measured on the questions of 01's own split where they were asked, else on all; with more draft tokens than 04
+    trained TTT steps, as if only so many had been drafted.
+
+    Returns:
+        `prompts`, `draft_tokens` and `by_decoding`, of each way `expected`, `measured` and their `difference`; or
+        nothing but `left_out`, the reason why they cannot be compared.
+    """
+    if stage.config.evaluation.draft is not None:
+        return {"left_out": "another draft was measured than this run trained"}
+    trained, exported = Stage(stage.run, TRAIN).manifest, Stage(stage.run, EXPORT).manifest
+    if trained is None or exported is None or exported["inputs"].get(TRAIN.folder) != trained["digest"]:
+        return {"left_out": f"{EXPORT.folder} was not made from what {TRAIN.folder} holds"}
+    served, learnt = results["draft_tokens"], trained["config"]["training.ttt_steps"]
+    if served < learnt:
+        return {"left_out": f"{served} draft tokens were served, 04's figure is for {learnt} (training.ttt_steps)"}
+    own = prompt_sets.EVAL_SPLIT if prompt_sets.EVAL_SPLIT in results["acceptance"] else "all"
+    measured = results["acceptance"].get(own, results["overall"])
+    found = {}
+    for way, name in _EXPECTED.items():
+        # 04 reckons with rejection sampling at temperature 1; a manifest of before it did names no such figure.
+        if name not in trained["summary"] or (way == SAMPLED and stage.config.evaluation.sampled_temperature != 1):
+            continue
+        length = measured[way]["length_with_fewer"][learnt - 1]
+        expected = trained["summary"][name]
+        found[way] = {"expected": expected, "measured": length, "difference": length - expected}
+    return {"prompts": own, "draft_tokens": learnt, "by_decoding": found}
 
 
 def gate_failures(results: dict[str, Any], config: Config) -> list[str]:

@@ -11,12 +11,15 @@ from typing import Any
 
 from eagle3_train import charts, model_card
 from eagle3_train.errors import ConfigError, PipelineError
+from eagle3_train.prompt_sets import EVAL_SPLIT
 from eagle3_train.run import Stage, atomic, write_text
 
 REPORT, TABLE = "report.md", "acceptance.csv"
 BY_POSITION, BY_CONTEXT, SPEED_UP = "by_position.png", "by_context.png", "speed_up.png"
 FILES = [REPORT, TABLE, BY_POSITION, BY_CONTEXT]
 RESULTS = "results.json"
+# Measured so much below what 04 expected, what is served is suspected before what was trained.
+_FAR_BELOW = 0.3
 
 
 def write(stage: Stage, results: dict[str, Any]) -> None:
@@ -67,6 +70,7 @@ def lines(stage: Stage, results: dict[str, Any]) -> list[str]:
     ]
     scores = results["scores"]
     shown += [
+        _expected_line(results["expected"]),
         f"greedy output identical with and without the draft: "
         f"{results['greedy_identical']} of {results['greedy_prompts']} prompts",
         f"sampled tokens' mean log-prob: {scores['with draft']['mean']:.3f} with the draft, "
@@ -80,28 +84,41 @@ def lines(stage: Stage, results: dict[str, Any]) -> list[str]:
     return [*shown, f"report: {stage.folder / REPORT}"]
 
 
+def _expected_line(expected: dict[str, Any]) -> str:
+    if "left_out" in expected:
+        return f"not beside what stage 04 expected: {expected['left_out']}"
+    figures = [
+        f"{of['expected']:.2f} {way} (measured {of['measured']:.2f}, {of['difference']:+.2f})"
+        for way, of in expected["by_decoding"].items()
+    ]
+    return f"stage 04 had expected {', '.join(figures)}"
+
+
 def diagnosis(stage: Stage, results: dict[str, Any]) -> str:
     """The usual causes of low acceptance, likeliest first, each with what this run's own figures say about it."""
-    measured = results["overall"]["greedy"]["mean_acceptance_length"]
-    trained, exported, vocab = (_summary(stage, folder) for folder in ("04_train", "05_export", "03_vocab"))
-    expected = trained.get("expected_acceptance_length")
+    exported, vocab = (_summary(stage, folder) for folder in ("05_export", "03_vocab"))
+    expected = results["expected"]
     causes = []
     if stage.config.evaluation.draft is not None:
         causes.append("another draft was measured: was it made for this verifier, and with these layer ids?")
-    elif expected is None:
-        causes.append("04 has no validation figure to compare with")
-    elif expected < measured + 0.3:
-        causes.append(
-            f"the draft is not trained enough: the validation split expected {expected:.2f}, and {measured:.2f} was "
-            "measured. More questions, more epochs; see 04_train/curves.png"
-        )
-        causes.append("hidden states captured wrongly: training on them looks exactly like a draft that cannot learn")
+    elif "left_out" in expected:
+        causes.append(f"nothing that 04 expected can be compared with: {expected['left_out']}")
     else:
-        causes.append(
-            f"what is served is not what was trained: the validation split expected {expected:.2f}, and "
-            f"{measured:.2f} was measured. Layer ids and norm flags of the served config; hidden states captured by "
-            "another vLLM than the one that serves"
-        )
+        greedy = expected["by_decoding"]["greedy"]
+        figures = f"the validation split expected {greedy['expected']:.2f}, and {greedy['measured']:.2f} was measured"
+        if greedy["difference"] > -_FAR_BELOW:
+            causes.append(
+                f"the draft is not trained enough: {figures}. More questions, more epochs; see 04_train/curves.png"
+            )
+            causes.append(
+                "hidden states captured wrongly: training on them looks exactly like a draft that cannot learn"
+            )
+        else:
+            causes.append(
+                f"what is served is not what was trained: {figures}. Layer ids and norm flags of the served config; "
+                "hidden states captured by another vLLM than the one that serves"
+            )
+    if set(results["prompts"]) != {EVAL_SPLIT}:
         causes.append("the prompts asked are unlike those trained on (see acceptance by prompt set in report.md)")
     if vocab:
         causes.append(
@@ -203,6 +220,8 @@ def _markdown(stage: Stage, results: dict[str, Any]) -> str:
         f"![acceptance by position]({BY_POSITION})",
         f"With fewer draft tokens (greedy, the same chain cut short): {counts}.",
         *_sweep_part(results),
+        "## Beside what stage 04 expected",
+        *_expected_part(results["expected"]),
         "## In thinking and in the answer",
         by_section,
         "## By context position",
@@ -213,6 +232,23 @@ def _markdown(stage: Stage, results: dict[str, Any]) -> str:
         *_speed_part(results),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _expected_part(expected: dict[str, Any]) -> list[str]:
+    if "left_out" in expected:
+        return [f"Left out: {expected['left_out']}."]
+    table = _table(
+        ["decoding", "expected", f"measured, {expected['prompts']}", "difference"],
+        [
+            [way, f"{of['expected']:.3f}", f"{of['measured']:.3f}", f"{of['difference']:+.3f}"]
+            for way, of in expected["by_decoding"].items()
+        ],
+    )
+    return [
+        f"Mean acceptance length with {expected['draft_tokens']} draft tokens: expected from the verifier's states of "
+        "the validation questions, each of whose tokens may begin a step; measured on vLLM.",
+        table,
+    ]
 
 
 def _identity_part(results: dict[str, Any]) -> str:

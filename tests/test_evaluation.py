@@ -27,6 +27,11 @@ from tests.conftest import FinishedRun, run_stage
 THINK_END = 99
 
 
+@pytest.fixture
+def stage(tmp_path: Path, tiny_config: Config) -> Stage:
+    return Stage(Run(tmp_path / "run", tiny_config), EVALUATE)
+
+
 # -- the arithmetic, against counts by hand ---------------------------------------------------------------------------
 
 
@@ -75,6 +80,116 @@ def test_greedy_outputs_that_part_are_named_with_the_token_they_part_at() -> Non
     assert found["greedy_apart_at_token"] == {"a": 1, "b": 2}
 
 
+# -- beside what stage 04 expected ------------------------------------------------------------------------------------
+
+
+def set_up(run: Run, ttt_steps: int, exported_from: str = "trained") -> None:
+    """Manifests of 04 and 05 as they leave them, with 04's expectation."""
+    trained = {
+        "config": {"training.ttt_steps": ttt_steps},
+        "inputs": {},
+        "digest": "trained",
+        "summary": {"expected_acceptance_length": 2.5, "expected_sampled_acceptance_length": 2.0},
+    }
+    exported = {"config": {}, "inputs": {"04_train": exported_from}, "digest": "exported", "summary": {}}
+    for folder, manifest in (("04_train", trained), ("05_export", exported)):
+        path = run.folder(folder) / "manifest.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({"state": "done", "outputs": {}, **manifest}))
+
+
+def measurements(**accepted: list[int]) -> dict[str, Any]:
+    """One answer to each set's only prompt, the same for both ways of decoding; 3 draft tokens."""
+    outputs = {}
+    for name, counts in accepted.items():
+        ids = list(range(1 + sum(count + 1 for count in counts)))
+        answer = {"prompt_ids": [7], "output_ids": ids, "accepted": counts, "drafted": [3] * len(counts)}
+        outputs[name] = {way: {"prompt": answer} for way in ("greedy", "sampled")}
+    drafted: dict[str, Any] = {"outputs": outputs, "load": {}}
+    alone = drafted | {"scores": {"with draft": [-0.5, -0.7], "alone": [-0.5, -0.7]}}
+    return evaluation.compare(drafted, alone, {}, None, 3)
+
+
+def test_what_was_expected_stands_beside_what_was_measured_on_the_runs_own_questions(stage: Stage) -> None:
+    set_up(stage.run, ttt_steps=3)
+    found = evaluation.beside_training(stage, measurements(gsm8k=[0, 0], eval=[3, 0, 1, 3]))
+    assert found == {
+        "prompts": "eval",
+        "draft_tokens": 3,
+        "by_decoding": {
+            "greedy": {"expected": 2.5, "measured": 2.75, "difference": 0.25},
+            "sampled": {"expected": 2.0, "measured": 2.75, "difference": 0.75},
+        },
+    }
+    elsewhere = evaluation.beside_training(stage, measurements(gsm8k=[0, 0], aime=[3, 0, 1, 3]))
+    assert elsewhere["prompts"] == "all"
+    assert elsewhere["by_decoding"]["greedy"]["measured"] == pytest.approx(1 + 7 / 6)
+
+
+def test_more_draft_tokens_than_trained_steps_are_compared_as_if_cut_to_them(stage: Stage) -> None:
+    set_up(stage.run, ttt_steps=2)
+    found = evaluation.beside_training(stage, measurements(eval=[3, 0, 1, 3]))
+    assert found["draft_tokens"] == 2
+    assert found["by_decoding"]["greedy"]["measured"] == 1 + (2 + 0 + 1 + 2) / 4
+
+
+def with_settings(stage: Stage, **changes: Any) -> Stage:
+    settings = stage.config.evaluation.model_copy(update=changes)
+    return Stage(Run(stage.run.path, stage.config.model_copy(update={"evaluation": settings})), EVALUATE)
+
+
+def test_what_cannot_be_compared_is_left_out_and_says_why(stage: Stage) -> None:
+    results = measurements(eval=[3, 0, 1, 3])
+    assert "05_export was not made from what 04_train holds" in str(evaluation.beside_training(stage, results))
+    set_up(stage.run, ttt_steps=4)
+    assert evaluation.beside_training(stage, results) == {
+        "left_out": "3 draft tokens were served, 04's figure is for 4 (training.ttt_steps)"
+    }
+    another = with_settings(stage, draft="owner/another")
+    assert "another draft was measured" in evaluation.beside_training(another, results)["left_out"]
+    shutil.rmtree(stage.run.path)
+    set_up(stage.run, ttt_steps=3, exported_from="an earlier training")
+    assert "05_export was not made from what 04_train holds" in str(evaluation.beside_training(stage, results))
+
+
+def test_sampling_at_another_temperature_than_04_reckons_with_is_not_compared(stage: Stage) -> None:
+    set_up(stage.run, ttt_steps=3)
+    found = evaluation.beside_training(with_settings(stage, sampled_temperature=0.6), measurements(eval=[3, 0]))
+    assert list(found["by_decoding"]) == ["greedy"]
+
+
+@pytest.mark.parametrize(
+    ("ttt_steps", "written", "said", "cause"),
+    [
+        (
+            3,
+            "| decoding | expected | measured, eval | difference |\n| --- | --- | --- | --- |\n"
+            "| greedy | 2.500 | 2.750 | +0.250 |\n| sampled | 2.000 | 2.750 | +0.750 |\n",
+            "stage 04 had expected 2.50 greedy (measured 2.75, +0.25), 2.00 sampled (measured 2.75, +0.75)",
+            "1. the draft is not trained enough: the validation split expected 2.50, and 2.75 was measured",
+        ),
+        (
+            4,
+            "Left out: 3 draft tokens were served",
+            "not beside what stage 04 expected: 3 draft tokens were served",
+            "1. nothing that 04 expected can be compared with: 3 draft tokens were served",
+        ),
+    ],
+)
+def test_the_report_the_screen_and_the_diagnosis_say_what_was_expected(
+    stage: Stage, ttt_steps: int, written: str, said: str, cause: str
+) -> None:
+    set_up(stage.run, ttt_steps)
+    stage.folder.mkdir()
+    results = measurements(eval=[3, 0, 1, 3])
+    results |= {"draft": "05_export", "prompts": {"eval": 1}, "hardware": "-", "versions": {}, "date": "-"}
+    results["expected"] = evaluation.beside_training(stage, results)
+    report.write(stage, results)
+    assert written in (stage.folder / "report.md").read_text()
+    assert said in "\n".join(report.lines(stage, results))
+    assert cause in report.diagnosis(stage, results)
+
+
 # -- prompt sets ------------------------------------------------------------------------------------------------------
 
 NAMED_ROWS: dict[str, tuple[dict[str, Any], str]] = {
@@ -85,11 +200,6 @@ NAMED_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "aime": ({"Problem": "Find n.", "Answer": 1}, "Find n."),
     "ceval": ({"question": "下列哪项?", "A": "一", "B": "二", "C": "三", "D": "四", "answer": "A"}, "下列哪项?\nA. 一"),
 }
-
-
-@pytest.fixture
-def stage(tmp_path: Path, tiny_config: Config) -> Stage:
-    return Stage(Run(tmp_path / "run", tiny_config), EVALUATE)
 
 
 @pytest.mark.parametrize("name", prompt_sets.NAMED_SETS)
@@ -310,6 +420,12 @@ def test_every_picture_and_table_of_the_report_is_there(default_run: FinishedRun
     results = default_run.json("06_eval/results.json")
     assert set(results["load"]["alone"]) == set(results["load"]["with draft"]) == {"1", "8"}
     assert {"thinking", "answer"} == set(results["by_section"]["greedy"])
+    training = default_run.json("04_train/manifest.json")["summary"]
+    expected = results["expected"]["by_decoding"]
+    assert expected["greedy"]["expected"] == training["expected_acceptance_length"]
+    assert expected["sampled"]["expected"] == training["expected_sampled_acceptance_length"]
+    assert expected["greedy"]["measured"] == results["overall"]["greedy"]["mean_acceptance_length"]
+    assert "stage 04 had expected" in default_run.output
     sections = results["by_section"]["greedy"].values()
     assert sum(part["steps"] for part in sections) == results["overall"]["greedy"]["steps"]
     card = (default_run.path / "05_export" / "README.md").read_text()
