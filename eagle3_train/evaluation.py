@@ -38,7 +38,7 @@ from eagle3_train.generation import SERVER_LOG
 from eagle3_train.progress import bar
 from eagle3_train.run import EVALUATE, EXPORT, TRAIN, Result, Stage, StageSpec, hardware, versions, write_text
 
-MEASUREMENTS, RESULTS = "measurements", "results.json"
+MEASUREMENTS = "measurements"
 GREEDY, SAMPLED = "greedy", "sampled"
 _EXPECTED = {GREEDY: "expected_acceptance_length", SAMPLED: "expected_sampled_acceptance_length"}  # in 04's summary
 # Two sets of samples of one distribution differ by more than this many standard errors once in 15,000 times.
@@ -78,7 +78,7 @@ def evaluate(stage: Stage) -> Result:
         "date": time.strftime("%Y-%m-%d"),
         "expected": beside_training(stage, results),
     }
-    write_text(stage.folder / RESULTS, json.dumps(results, indent=1) + "\n")
+    write_text(stage.folder / report.RESULTS, json.dumps(results, indent=1) + "\n")
     report.write(stage, results)
     if failures := gate_failures(results, config):
         raise GateFailed("\n\n".join([*failures, report.diagnosis(stage, results)]))
@@ -87,7 +87,7 @@ def evaluate(stage: Stage) -> Result:
         "greedy_identical": results["greedy_identical"],
         "prompts": sum(len(rows) for rows in prompts.values()),
     }
-    return Result([RESULTS, *report.FILES], summary, report.lines(stage, results))
+    return Result([report.RESULTS, *report.FILES], summary, report.lines(stage, results))
 
 
 def _measured(stage: Stage, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
