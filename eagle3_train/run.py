@@ -343,11 +343,11 @@ def _flat(sections: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _files(path: Path) -> list[Path]:
-    """The file itself, or every file below the folder; hidden ones (a downloader's notes) do not count."""
+    """The file itself, or every file and link below the folder; hidden ones (a downloader's notes) do not count."""
     if path.is_file():
         return [path]
     below = (p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
-    return sorted(p for p in below if p.is_file())
+    return sorted(p for p in below if p.is_file() or p.is_symlink())
 
 
 def _count(path: Path) -> tuple[int, int]:
@@ -376,7 +376,7 @@ def sampled_digest(path: Path, blocks: int = 16, block_bytes: int = 1 << 16) -> 
     truncated one is told apart within a second; a single changed weight is not.
     """
     total = hashlib.sha256()
-    for file_path in _files(path):
+    for file_path in filter(Path.is_file, _files(path)):
         size = file_path.stat().st_size
         total.update(f"{file_path.name} {size}\n".encode())
         with file_path.open("rb") as file:

@@ -111,7 +111,7 @@ def coming(run: Run, train: Sequence[int], val: Sequence[int], samples: str) -> 
         None and no rows when every step is made.
 
     Raises:
-        PipelineError: the budget has no room for one step.
+        PipelineError: the budget is too small.
     """
     config = run.config
     held = current(run.folder(HIDDEN.folder))
@@ -202,47 +202,44 @@ def _room(config: Config, train: Sequence[int], val: Sequence[int]) -> int:
     """Bytes for training rows, beside the validation rows and what the parity gate makes for a moment.
 
     Raises:
-        PipelineError: not enough for the longest row.
+        PipelineError: not enough for what training takes at a time.
     """
     budget = config.extraction.disk_budget_gb
     assert budget is not None
     kept = sum(_shard_bytes(config, tokens) for tokens in val)
     gate = parity.most_tokens(config, max(*train, *val)) * token_bytes(config)
     room = int(budget * _GB) - kept - gate
-    longest = _shard_bytes(config, max(train))
-    if room < longest:
-        beside = f"beside the validation rows, which take {kept / _GB:.3g} GB"
-        raise _too_small(config, longest - room, f"for the longest sample {beside}")
+    steps = [[row] for row in range(len(train))]
+    if config.extraction.wave_epochs == "again":
+        drawn = training_order(config, train, None)
+        steps = [list(drawn.rows(step, step + 1)) for step in range(len(drawn.steps))]
+    least = max(_rows_bytes(config, train, rows) for rows in steps)
+    if room < least:
+        enough = math.ceil((kept + gate + least) / _GB * 1000) / 1000
+        raise PipelineError(
+            f"extraction.disk_budget_gb {budget:g} is too small: validation rows take {kept / _GB:.3g} GB for good, "
+            f"the parity gate {gate / _GB:.3g} GB, and what training takes at a time {least / _GB:.3g} GB. It must be "
+            f"{enough:g} or more; a smaller --batch-size or prompts.val_fraction needs less"
+        )
     return room
 
 
-def _last_step(config: Config, drawn: Order, first: int, train: Sequence[int], room: int) -> int:
-    """The step before which a wave that begins with step `first` ends.
+def _rows_bytes(config: Config, train: Sequence[int], rows: Iterable[int]) -> int:
+    return sum(_shard_bytes(config, train[row]) for row in rows)
 
-    Raises:
-        PipelineError: no room for one step.
-    """
+
+def _last_step(config: Config, drawn: Order, first: int, train: Sequence[int], room: int) -> int:
+    """The step before which a wave that begins with step `first` ends."""
     if config.extraction.wave_epochs == "replay":
         return next(end for end in drawn.epoch_ends if end > first)
     held: set[int] = set()
     for step in range(first, len(drawn.steps)):
         more = drawn.rows(step, step + 1) - held
-        room -= sum(_shard_bytes(config, train[row]) for row in more)
-        if room < 0 and step == first:
-            raise _too_small(config, -room, "for one step")
+        room -= _rows_bytes(config, train, more)
         if room < 0:
             return step
         held |= more
     return len(drawn.steps)
-
-
-def _too_small(config: Config, lacking: int, what: str) -> PipelineError:
-    budget = config.extraction.disk_budget_gb or 0
-    enough = math.ceil((budget * _GB + lacking) / _GB * 1000) / 1000
-    return PipelineError(
-        f"extraction.disk_budget_gb {budget:g} has no room {what}. It must be {enough:g} or more; a smaller "
-        "--batch-size or prompts.val_fraction needs less"
-    )
 
 
 def _parts(sizes: Sequence[int], room: int, seed: int) -> list[list[int]]:
