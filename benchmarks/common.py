@@ -113,6 +113,17 @@ def spread(values: Sequence[float], digits: int = 1) -> dict[str, float | int]:
     }
 
 
+def over_seeds(values: Sequence[float], digits: int = 4) -> dict[str, Any]:
+    """Each seed's value, their mean, standard deviation and the mean's standard error."""
+    deviation = statistics.stdev(values)
+    return {
+        "mean": round(statistics.mean(values), digits),
+        "standard_deviation": round(deviation, digits),
+        "standard_error": round(deviation / len(values) ** 0.5, digits),
+        "by_seed": [round(value, digits) for value in values],
+    }
+
+
 def write_result(
     name: str,
     *,

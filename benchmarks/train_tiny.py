@@ -11,27 +11,30 @@ Writes benchmarks/results/train_tiny_<what>.json.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from speculators.losses import resolve_loss_config
 
-from benchmarks.common import ROOT, spread, write_result
+from benchmarks.common import over_seeds, run_measured, spread, summary_of, write_result
 from eagle3_train import verifier, vocabulary
+from eagle3_train.checkpoints import Checkpoints, Saved, load_weights
 from eagle3_train.config import Config, parse
 from eagle3_train.draft import build_draft
 from eagle3_train.extraction import DATASET
 from eagle3_train.packs import order
+from eagle3_train.run import read_jsonl
 from eagle3_train.shards import Shards
-from eagle3_train.step import TrainingStep
+from eagle3_train.step import TrainingStep, expected_acceptance_length, summarise
+from eagle3_train.training import CHECKPOINTS, METRICS
 
 STEPS = 40
 SEEDS = (0, 1, 2)
@@ -39,15 +42,13 @@ SEEDS = (0, 1, 2)
 
 def plain(run: Path) -> None:
     """The two loops take turns, pack by pack, each on a model of its own."""
-    from speculators.losses import resolve_loss_config
     from speculators.models.eagle3.data import shift_batch
     from speculators.train.data import ArrowDataset, CollateFn
 
     _, config = parse(["--run", str(run)], "")
     settings, dataset = config.training, run / "02_hidden" / DATASET
-    rows = json.loads((run / "02_hidden" / "manifest.json").read_text())["summary"]
-    shape: dict[str, Any] = {"pack_tokens": settings.pack_tokens, "ttt_steps": settings.ttt_steps}
-    shards = Shards(dataset, 0, rows["train"], whole=False, pinned=False, **shape)
+    rows = summary_of(run, "02_hidden")
+    shards = _shards(config, run, 0, rows["train"])
     packs = [step[0] for step in order(shards.lengths, settings.pack_tokens, 1, 2, 0, STEPS).steps]
     theirs = ArrowDataset(
         settings.pack_tokens, dataset, on_missing="raise", train_ratio=(rows["train"] + 0.5) / rows["samples"]
@@ -63,7 +64,7 @@ def plain(run: Path) -> None:
         return model(**tensors, ttt_steps=settings.ttt_steps, loss_config=losses)[1]
 
     ours = _draft(config, run)
-    step = TrainingStep(ours, ttt_steps=settings.ttt_steps, loss_config=losses, loss_decay=1.0, dtype=torch.float32)
+    step = _step(ours, config)
     sides = [
         _steps(ours, lambda pack: step(shards.pack(pack))[0], packs, settings.lr),
         _steps(model, speculators_loss, packs, settings.lr),
@@ -109,37 +110,107 @@ def _steps(
 
 
 def fp8(run: Path) -> None:
-    """Each seed in both, in copies of the run."""
-    found: dict[str, list[dict[str, float]]] = {"bfloat16": [], "fp8": []}
-    curves: dict[str, list[float]] = {}
+    """Each seed in both, in copies of the run; judged after the same steps, so after the same tokens."""
+    ways = {"bfloat16": "--no-training.fp8", "fp8": "--training.fp8"}
+    found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
     for seed in SEEDS:
-        for way, flag in (("bfloat16", "--no-training.fp8"), ("fp8", "--training.fp8")):
+        for way, flag in ways.items():
             with tempfile.TemporaryDirectory() as folder:
                 copy = Path(folder) / "run"
-                shutil.copytree(run, copy, symlinks=True, ignore=shutil.ignore_patterns("04_*", "05_*", "06_*"))
-                command = [sys.executable, "04_train.py", "--run", str(copy), "--training.dtype", "bfloat16", flag]
-                subprocess.run([*command, "--training.seed", str(seed)], cwd=ROOT, check=True)
-                summary = json.loads((copy / "04_train" / "manifest.json").read_text())["summary"]
-                found[way].append({name: summary[name] for name in ("val_loss", "expected_acceptance_length")})
-                if seed == SEEDS[0]:
-                    rows = (json.loads(line) for line in (copy / "04_train" / "metrics.jsonl").read_text().splitlines())
-                    curves[way] = [round(row["train"]["loss"], 4) for row in rows if "train" in row]
-    means = {way: statistics.mean(row["val_loss"] for row in rows) for way, rows in found.items()}
-    accepted = {way: statistics.mean(r["expected_acceptance_length"] for r in rows) for way, rows in found.items()}
+                flags = ["--training.dtype", "bfloat16", flag, "--training.seed", str(seed)]
+                checkpoints = train_copy(run, copy, *flags)
+                rows = list(read_jsonl(copy / "04_train" / METRICS))
+                best, last = checkpoints.best(), checkpoints.whole()[-1]
+                assert best is not None
+                at_best, at_last = score([best, last], run)
+            losses = [row["train"]["loss"] for row in rows if "train" in row]
+            found[way].append(
+                {
+                    "validation_loss": [row["val"]["loss"] for row in rows if "val" in row][-1],
+                    "validation_loss_in_float32": at_last["loss"],
+                    "training_loss_of_second_half": statistics.mean(losses[len(losses) // 2 :]),
+                    "acceptance_of_best": at_best["greedy"],
+                    "sampled_acceptance_of_best": at_best["sampled"],
+                }
+            )
+            print(f"{way}, seed {seed}: {found[way][-1]}", flush=True)
+
+    def figures(of: Callable[[str], list[float]]) -> dict[str, Any]:
+        return {name: over_seeds(of(name)) for name in found["fp8"][0]}
+
+    pairs = list(zip(found["fp8"], found["bfloat16"], strict=True))
     write_result(
         "train_tiny_fp8",
         module="train_tiny",
-        ours={"fp8": found["fp8"], "training_loss": curves["fp8"]},
-        peer={"bfloat16": found["bfloat16"], "training_loss": curves["bfloat16"]},
-        ratio={
-            "validation_loss": round(means["fp8"] / means["bfloat16"], 4),
-            "expected_acceptance_length": round(accepted["fp8"] / accepted["bfloat16"], 4),
-            "training_loss_second_half": round(
-                sum(curves["fp8"][len(curves["fp8"]) // 2 :]) / sum(curves["bfloat16"][len(curves["fp8"]) // 2 :]), 4
-            ),
-        },
-        unit="loss; tokens per verifier step",
-        notes=[f"seeds {SEEDS}; the best checkpoint of each; the fp8 products run on a CPU with the same arithmetic"],
+        ours=figures(lambda name: [row[name] for row in found["fp8"]]),
+        peer=figures(lambda name: [row[name] for row in found["bfloat16"]]),
+        ratio=figures(lambda name: [ours[name] / theirs[name] for ours, theirs in pairs]),
+        unit="loss after the last step; tokens per verifier step",
+        notes=[
+            f"seeds {SEEDS}, the same initial weights and order of the data in both; a ratio is of the same seed",
+            "validation_loss is the training's own, in its own arithmetic; all after it that is no training loss is of "
+            "the checkpoint's float32 weights in float32, as a server without fp8 would see them",
+            "target: loss after the same tokens within 1 %; the fp8 products run on a CPU with the same arithmetic",
+        ],
+    )
+
+
+def train_copy(run: Path, copy: Path, *flags: str) -> Checkpoints:
+    """Stage 04 in a copy of a run that is done up to stage 03; the checkpoint of every validation is kept."""
+    shutil.copytree(run, copy, symlinks=True, ignore=shutil.ignore_patterns("04_*", "05_*", "06_*", "set_aside"))
+    command = [sys.executable, "04_train.py", "--run", str(copy), "--training.keep_checkpoints", "1000", *flags]
+    run_measured(command, log=copy / "log")
+    return Checkpoints(copy / "04_train" / CHECKPOINTS, keep=1000)
+
+
+def score(saved: Sequence[Saved], run: Path) -> list[dict[str, float]]:
+    """Loss and expected acceptance length of checkpoints, in float32, on the validation states of a run."""
+    _, config = parse(["--run", str(run)], "")
+    settings, rows = config.training, summary_of(run, "02_hidden")
+    shards = _shards(config, run, rows["train"], rows["val"])
+    packs = [step[0] for step in order(shards.lengths, settings.pack_tokens, 1, 1, 0, None).steps]
+    draft = _draft(config, run)
+    step = _step(draft, config)
+    found = []
+    for one in saved:
+        load_weights(one.path, draft)
+        sums: dict[str, float] = defaultdict(float)
+        with torch.no_grad():
+            for pack in shards.packs(packs, 0):
+                for name, value in step(pack, measure=True)[1].items():
+                    sums[name] += float(value)
+        metrics = summarise(sums, len(packs), settings.ttt_steps)
+        found.append(
+            {
+                "loss": metrics["loss"],
+                "greedy": expected_acceptance_length(metrics, settings.ttt_steps),
+                "sampled": expected_acceptance_length(metrics, settings.ttt_steps, "sampled_acc"),
+            }
+        )
+    return found
+
+
+def _shards(config: Config, run: Path, first: int, count: int) -> Shards:
+    settings = config.training
+    return Shards(
+        run / "02_hidden" / DATASET,
+        first,
+        count,
+        pack_tokens=settings.pack_tokens,
+        ttt_steps=settings.ttt_steps,
+        whole=config.draft.num_layers > 1,
+        pinned=False,
+    )
+
+
+def _step(draft: Any, config: Config) -> TrainingStep:
+    settings = config.training
+    return TrainingStep(
+        draft,
+        ttt_steps=settings.ttt_steps,
+        loss_config=resolve_loss_config(settings.loss, "eager"),
+        loss_decay=settings.ttt_step_loss_decay,
+        dtype=torch.float32,
     )
 
 

@@ -149,6 +149,25 @@ def plan(path: Path, options: dict[str, dict[str, float]]) -> None:
     _save(figure, path)
 
 
+def over_seeds(path: Path, sides: dict[str, dict[str, dict[int, list[float]]]], label: str) -> None:
+    """Two or more trainings of several seeds each: mean by step, with a band from the lowest to the highest seed.
+
+    Args:
+        sides: for each title, a panel; for each side in it, the values of all seeds by step.
+        label: what is measured.
+    """
+    figure = Figure(figsize=(10, 3.8))
+    for axes, (title, panel) in zip(figure.subplots(1, len(sides), sharey=True), sides.items(), strict=True):
+        for colour, (side, by_step) in zip(COLOURS, panel.items(), strict=False):
+            values = list(by_step.values())
+            axes.fill_between(list(by_step), [*map(min, values)], [*map(max, values)], color=colour, alpha=0.2, lw=0)
+            means = [sum(of_seeds) / len(of_seeds) for of_seeds in values]
+            axes.plot(list(by_step), means, color=colour, marker="o", markersize=3, label=side)
+        axes.legend(frameon=False, loc="lower right")
+        _label(axes, title, "step", label)
+    _save(figure, path)
+
+
 def _label(axes: Any, title: str, x: str, y: str) -> None:
     axes.set_title(title, fontsize=11, loc="left", color=INK)
     axes.set_xlabel(x, color=INK)
