@@ -9,9 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from benchmarks.gpu import larger
+from benchmarks.gpu import larger, larger_model
+from benchmarks.gpu.check import Reference
 from benchmarks.gpu.larger import Part, Report, break_even, covered, shares_of
+from eagle3_train import export, parity, verifier
+from eagle3_train.config import Verifier
 
 
 def test_time_that_two_writers_share_counts_once_and_only_within_the_window() -> None:
@@ -96,3 +101,29 @@ def test_when_no_time_is_left_nothing_is_begun_and_the_report_says_so(
     written = json.loads((tmp_path / larger.NAME).read_text())
     assert written["figures"] == {}
     assert written["errors"] == {"late": "no time was left"}
+
+
+def test_its_verifier_has_plausible_states_and_says_plain_text_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "verifier"
+    larger_model.build_verifier(folder, Path(verifier.location(Verifier())), larger_model.TINY)
+    reference = Reference(Verifier(path=str(folder)))
+    token_ids = torch.randint(20, 512, (64,), generator=torch.Generator().manual_seed(0)).tolist()
+    states_TLD = reference.states(token_ids)
+    assert 0.9 < states_TLD.pow(2).mean(-1).sqrt().median() < 3
+    parity.check_depth(parity.Head(Verifier(path=str(folder))), [states_TLD], [token_ids], reference.layer_ids)
+    said = reference.logits(token_ids).softmax(-1)
+    silent = torch.ones(512, dtype=torch.bool)
+    silent[larger_model.text_ids(folder)] = False
+    assert said[:, silent].sum(-1).max() < 1e-3
+    assert said.max(-1).values.median() < 0.9  # and does not always say the same
+
+
+def test_its_draft_is_one_that_vllm_takes(tmp_path: Path) -> None:
+    folder = tmp_path / "verifier"
+    larger_model.build_verifier(folder, Path(verifier.location(Verifier())), larger_model.TINY)
+    larger_model.build_draft(tmp_path / "draft", folder, larger_model.TINY)
+    flat = json.loads((tmp_path / "draft" / export.CONFIG).read_text())
+    tensors = load_file(tmp_path / "draft" / export.WEIGHTS)
+    export.check_tensors(tensors, flat)
+    targets = (torch.arange(len(tensors["d2t"])) + tensors["d2t"]).tolist()
+    assert set(targets) <= set(larger_model.text_ids(folder))

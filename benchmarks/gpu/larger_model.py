@@ -4,7 +4,7 @@ The nested config, MLA with its true head sizes, a routed MoE with a shared expe
 only narrower and shallower. Tokenizer and chat template are those of the tiny verifier, whose folder must be there.
 
 Weights are scaled so that the states look like a trained network's: every layer adds a quarter of the embedding's size
-to the residual stream, so each layer resembles the last one more than the one before it did.
+to the residual stream (routed experts less), so each layer resembles the last one more than the one before it did.
 
 Only plain text is ever said: component 0 of the residual stream is 1 in every token and no layer writes to it, and the
 head takes from it `FORBIDDEN` for special tokens and broken UTF-8. So answers have the length that was asked for.
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 FORBIDDEN = -25.0  # times the normed component 0, about 0.6
 ADDED = 0.25  # of the embedding's size, by each attention and each MLP
+# A random router has no favourites: rounding makes many ties between experts fall the other way in another batch, so
+# what the routed experts add is kept small. They are computed all the same.
+ROUTED = 0.2  # of ADDED
 LOGIT_STD = 2.5
 PREFIX = "language_model."
 
@@ -153,7 +156,7 @@ def _weights(shape: Shape, config: dict[str, Any], said: list[int], device: str)
     head[:, 0] = FORBIDDEN
     head[said, 0] = 0
     yield "lm_head.weight", head
-    routed = config["routed_scaling_factor"] * shape.num_experts_per_tok**-0.5
+    routed = config["routed_scaling_factor"] * shape.num_experts_per_tok**-0.5 / ROUTED
     for layer in range(shape.num_hidden_layers):
         prefix = f"model.layers.{layer}"
         yield f"{prefix}.input_layernorm.weight", ones(hidden)
