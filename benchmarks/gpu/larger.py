@@ -38,6 +38,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.common import ROOT, commit, spread, traced_run
 from benchmarks.extraction_vs_prefill import prefill, samples_of, stage_02, synthetic_run
 from benchmarks.gpu import larger_model
@@ -242,7 +244,14 @@ class Fleet:
             one.thread.join(ENDING_S)
 
     def stop_all(self) -> None:
-        """Stop every server."""
+        """Stop every server, those that have not started yet as well."""
+        for name, held in self._held.items():
+            if not held.ready.done():
+                self._report.say(f"{name} is stopped while it starts")
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):
+                if any("api_server" in word for word in child.cmdline()):
+                    child.terminate()
         self.stop(list(self._held))
 
     def _hold(self, name: str, leave: threading.Event, ready: Future[vllm.Server], patience_s: float) -> None:
@@ -853,6 +862,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _end(_signal: int, _frame: Any) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout` sends it twice, and the second must not end the ending
     raise OutOfTime("terminated")
 
 
