@@ -20,6 +20,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +111,15 @@ def _tiny_config() -> Config:
     return parse(arguments, "")[1]
 
 
-def synthetic_run(path: Path, config: Config, samples: int, shortest: int = SHORTEST, longest: int = LONGEST) -> Run:
-    """A run that is done up to stage 01b, with traces of random token ids, `shortest` to `longest` of them."""
+def synthetic_run(
+    path: Path,
+    config: Config,
+    samples: int,
+    shortest: int = SHORTEST,
+    longest: int = LONGEST,
+    among: Sequence[int] = range(20, VOCABULARY),
+) -> Run:
+    """A run that is done up to stage 01b, with traces of `shortest` to `longest` random token ids `among` these."""
     rng = random.Random(samples)
     ids = [f"{number:016x}" for number in range(samples)]
     prompts = [{"id": sample_id, "messages": [], "split": _split(number)} for number, sample_id in enumerate(ids)]
@@ -119,7 +127,7 @@ def synthetic_run(path: Path, config: Config, samples: int, shortest: int = SHOR
     def traces(stage: Stage) -> None:
         with (stage.folder / TRACES_FILE).open("w") as file:
             for sample_id in ids:
-                tokens = [rng.randrange(20, VOCABULARY) for _ in range(rng.randint(shortest, longest))]
+                tokens = rng.choices(among, k=rng.randint(shortest, longest))
                 row = {"id": sample_id, "prompt_token_ids": tokens[:20], "output_token_ids": tokens[20:], "flags": []}
                 file.write(json.dumps(row) + "\n")
 
