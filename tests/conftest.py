@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from eagle3_train import server as vllm
 from eagle3_train import verifier
@@ -19,6 +20,33 @@ from eagle3_train.config import Config, parse
 from tests import kimi_standin
 
 PROJECT = Path(__file__).resolve().parent.parent
+
+
+def pytest_configure() -> None:
+    """One thread a process, here and in what the tests start.
+
+    Several threads of one operation wait for each other by spinning: on cores that other processes use as well, the
+    same tests cost ten times the processor time.
+    """
+    torch.set_num_threads(1)
+    os.environ.update({"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist looks for the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Who runs what under `pytest -n 2 --dist loadgroup`: a session's fixtures are made once in each process.
+
+    What shares the session's run and its server stays in one process, which begins with it, for it takes longest.
+    Tests with a group of their own come next, the files without an engine last, each in one process.
+    """
+    groups = {}
+    for item in items:
+        engine = item.get_closest_marker("engine") is not None
+        own = item.get_closest_marker("xdist_group")
+        groups[item] = own.args[0] if own else "engine" if engine else item.path.stem
+        if own is None:
+            item.add_marker(pytest.mark.xdist_group(groups[item]))
+    items.sort(key=lambda item: (groups[item] != "engine", item.get_closest_marker("engine") is None))
 
 
 def run_pipeline(run: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -250,6 +250,7 @@ def test_a_taken_port_is_refused_before_anything_is_loaded(tiny_config: Config, 
 
 
 @pytest.mark.engine
+@pytest.mark.xdist_group("servers of their own")
 def test_a_server_that_cannot_start_shows_its_logs_own_error(tiny_config: Config, tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     started = time.monotonic()
@@ -262,11 +263,22 @@ def test_a_server_that_cannot_start_shows_its_logs_own_error(tiny_config: Config
     assert log.exists()
 
 
+@pytest.fixture(scope="module")
+def prepared_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stage 01 with forty questions."""
+    run = tmp_path_factory.mktemp("prepared") / "run"
+    done = run_stage("01_prepare_data.py", "--run", str(run), "--preset", "presets/tiny.yaml", "--max-samples", "40")
+    assert done.returncode == 0, done.stderr
+    return run
+
+
 @pytest.mark.engine
+@pytest.mark.xdist_group("servers of their own")
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
-def test_a_stage_that_is_stopped_takes_its_server_with_it(sent: signal.Signals, code: int, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    run_stage("01_prepare_data.py", "--run", str(run), "--preset", "presets/tiny.yaml", "--max-samples", "12")
+def test_a_stage_that_is_stopped_takes_its_server_with_it(
+    sent: signal.Signals, code: int, prepared_run: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(prepared_run, tmp_path / "run")
     stage = subprocess.Popen(
         [sys.executable, "01b_generate_synthetic.py", "--run", str(run)],
         cwd=PROJECT,
@@ -280,9 +292,9 @@ def test_a_stage_that_is_stopped_takes_its_server_with_it(sent: signal.Signals, 
 
 
 @pytest.mark.engine
-def test_a_server_of_ours_that_dies_is_started_again_and_no_prompt_is_lost(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    run_stage("01_prepare_data.py", "--run", str(run), "--preset", "presets/tiny.yaml", "--max-samples", "120")
+@pytest.mark.xdist_group("servers of their own")
+def test_a_server_of_ours_that_dies_is_started_again_and_no_prompt_is_lost(prepared_run: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(prepared_run, tmp_path / "run")
     traces = run / "01b_traces" / "traces.jsonl"
     with (tmp_path / "output").open("w") as output:
         stage = subprocess.Popen(
@@ -297,7 +309,7 @@ def test_a_server_of_ours_that_dies_is_started_again_and_no_prompt_is_lost(tmp_p
         assert stage.wait(300) == 0, (tmp_path / "output").read_text()[-2000:]
     assert "starting the server again (1 of 2)" in (tmp_path / "output").read_text()
     ids = [json.loads(line)["id"] for line in traces.read_text().splitlines()]
-    assert len(ids) == len(set(ids)) == 120
+    assert len(ids) == len(set(ids)) == 40
 
 
 def _children(pid: int) -> list[int]:
