@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shlex
@@ -39,6 +40,11 @@ def commands() -> list[tuple[str, str]]:
     return sorted(set(found))
 
 
+@functools.cache
+def help_of(script: str) -> subprocess.CompletedProcess[str]:
+    return run_stage(script, "--help")
+
+
 @pytest.mark.parametrize(("document", "command"), commands())
 def test_every_command_of_the_documents_is_understood(document: str, command: str) -> None:
     words = shlex.split(command)
@@ -56,13 +62,13 @@ def test_every_command_of_the_documents_is_understood(document: str, command: st
             check=False,
         )
         assert shown.returncode == 0, shown.stderr
-        known = run_stage("01_prepare_data.py", "--help")
+        known = help_of("01_prepare_data.py")
         missing = [flag for flag in flags if flag not in ("--dry-run", "--help") and flag not in known.stdout]
     elif program == "bash":
         assert subprocess.run(["bash", "-n", script], cwd=PROJECT, check=False).returncode == 0
         missing = []
     else:
-        known = run_stage(script, "--help")
+        known = help_of(script)
         assert known.returncode == 0, known.stderr
         missing = [flag for flag in flags if flag not in known.stdout]
     assert not missing, f"{document}: {command} names flags that {script} does not have: {missing}"
