@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from benchmarks.gpu import larger, larger_model
 from benchmarks.gpu.check import Reference
 from benchmarks.gpu.larger import Part, Report, break_even, covered, shares_of
 from eagle3_train import export, parity, verifier
+from eagle3_train.asking import watch_server
 from eagle3_train.config import Verifier
 
 
@@ -55,6 +57,10 @@ def test_break_even_is_the_ratio_of_step_times_whatever_length_is_imposed() -> N
     assert found["imposed_3"]["to_alone"]["median"] == pytest.approx(3.0 / 1.4, abs=1e-3)
 
 
+class _StillThere:
+    def check_alive(self) -> None: ...
+
+
 class _NoServers:
     def stop(self, names: Any) -> None: ...
     def start(self, names: Any, patience_s: float) -> None: ...
@@ -81,7 +87,7 @@ def test_a_part_that_fails_or_hangs_is_named_and_the_others_keep_their_figures(
 
     parts = {
         "fails": Part(fails, (), 10),
-        "hangs": Part(lambda _: time.sleep(60), (), 0.2),
+        "hangs": Part(lambda _: asyncio.run(watch_server(_StillThere(), [asyncio.sleep(60)])), (), 0.2),
         "works": Part(lambda bench: bench.report.add("works", ratio=0.9), (), 10),
     }
     monkeypatch.setattr(larger, "PARTS", parts)
