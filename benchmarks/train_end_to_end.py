@@ -115,7 +115,7 @@ def main() -> None:
         unit="tokens/s",
         notes=[
             f"{torch.cuda.get_device_name()}, torch {torch.__version__}; {SAMPLES} documents of {LENGTH} tokens, read "
-            f"again each epoch (from the page cache after the first), {arguments.workers} reading processes",
+            f"again each epoch (from the page cache after the first), {arguments.workers} reading threads",
         ],
     )
 

@@ -168,6 +168,24 @@ def over_seeds(path: Path, sides: dict[str, dict[str, dict[int, list[float]]]], 
     _save(figure, path)
 
 
+def disk(path: Path, seen: dict[str, list[tuple[float, int]]], budget: float) -> None:
+    """Bytes on disk over time.
+
+    Args:
+        seen: for each way, seconds since its start and bytes then.
+        budget: bytes, drawn as a line.
+    """
+    figure = Figure(figsize=(10, 3.8))
+    axes = figure.subplots()
+    for colour, (way, values) in zip(COLOURS, seen.items(), strict=False):
+        times, sizes = zip(*values, strict=True)
+        axes.plot([time / 60 for time in times], [size / 1e6 for size in sizes], color=colour, lw=1, label=way)
+    axes.axhline(budget / 1e6, color=INK, linestyle="--", lw=1, label="budget")
+    axes.legend(frameon=False)
+    _label(axes, "Hidden states on disk", "minutes", "MB")
+    _save(figure, path)
+
+
 def _label(axes: Any, title: str, x: str, y: str) -> None:
     axes.set_title(title, fontsize=11, loc="left", color=INK)
     axes.set_xlabel(x, color=INK)
