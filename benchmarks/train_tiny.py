@@ -1,9 +1,10 @@
 """Stage 04 on the tiny verifier's own states, on a CPU: our step beside a plain loop, and fp8 beside bf16.
 
     plain   the same packs and optimizer: speculators' model, called as it is, in a loop of five lines; seconds a step
-    fp8     the embedded default trained in bfloat16 and in fp8 (three seeds): validation loss and acceptance
+    fp8     the embedded default trained in fp8, in bfloat16 and, to see what any rounding does, in float32: loss after
+            the same tokens and acceptance, three seeds each
 
-    python -m benchmarks.train_tiny plain | fp8 --run runs/tiny     2 and 5 minutes; the run must be done up to stage 03
+    python -m benchmarks.train_tiny plain | fp8 --run runs/tiny     2 and 8 minutes; the run must be done up to stage 03
 
 Writes benchmarks/results/train_tiny_<what>.json.
 """
@@ -38,6 +39,11 @@ from eagle3_train.training import CHECKPOINTS, METRICS
 
 STEPS = 40
 SEEDS = (0, 1, 2)
+WAYS = {
+    "float32": ("--training.dtype", "float32", "--no-training.fp8"),
+    "bfloat16": ("--training.dtype", "bfloat16", "--no-training.fp8"),
+    "fp8": ("--training.dtype", "bfloat16", "--training.fp8"),
+}
 
 
 def plain(run: Path) -> None:
@@ -110,46 +116,49 @@ def _steps(
 
 
 def fp8(run: Path) -> None:
-    """Each seed in both, in copies of the run; judged after the same steps, so after the same tokens."""
-    ways = {"bfloat16": "--no-training.fp8", "fp8": "--training.fp8"}
-    found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
+    """Each seed every way, in copies of the run; judged after the same steps, so after the same tokens."""
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     for seed in SEEDS:
-        for way, flag in ways.items():
+        for way, flags in WAYS.items():
             with tempfile.TemporaryDirectory() as folder:
                 copy = Path(folder) / "run"
-                flags = ["--training.dtype", "bfloat16", flag, "--training.seed", str(seed)]
-                checkpoints = train_copy(run, copy, *flags)
+                checkpoints = train_copy(run, copy, *flags, "--training.seed", str(seed))
                 rows = list(read_jsonl(copy / "04_train" / METRICS))
                 best, last = checkpoints.best(), checkpoints.whole()[-1]
                 assert best is not None
                 at_best, at_last = score([best, last], run)
+                of_training, of_training_in_fp8 = (score([last], run, "train", use_fp8=on)[0] for on in (False, True))
             losses = [row["train"]["loss"] for row in rows if "train" in row]
             found[way].append(
                 {
-                    "validation_loss": [row["val"]["loss"] for row in rows if "val" in row][-1],
-                    "validation_loss_in_float32": at_last["loss"],
                     "training_loss_of_second_half": statistics.mean(losses[len(losses) // 2 :]),
+                    "last_weights_in_float32_on_training_samples": of_training["loss"],
+                    "last_weights_in_fp8_on_training_samples": of_training_in_fp8["loss"],
+                    "last_weights_in_float32_on_validation_samples": at_last["loss"],
                     "acceptance_of_best": at_best["greedy"],
                     "sampled_acceptance_of_best": at_best["sampled"],
                 }
             )
             print(f"{way}, seed {seed}: {found[way][-1]}", flush=True)
 
-    def figures(of: Callable[[str], list[float]]) -> dict[str, Any]:
-        return {name: over_seeds(of(name)) for name in found["fp8"][0]}
+    def ratios(ours: str, theirs: str) -> dict[str, Any]:
+        pairs = list(zip(found[ours], found[theirs], strict=True))
+        return {name: over_seeds([one[name] / other[name] for one, other in pairs]) for name in found[ours][0]}
 
-    pairs = list(zip(found["fp8"], found["bfloat16"], strict=True))
+    def figures(way: str) -> dict[str, Any]:
+        return {name: over_seeds([row[name] for row in found[way]]) for name in found[way][0]}
+
     write_result(
         "train_tiny_fp8",
         module="train_tiny",
-        ours=figures(lambda name: [row[name] for row in found["fp8"]]),
-        peer=figures(lambda name: [row[name] for row in found["bfloat16"]]),
-        ratio=figures(lambda name: [ours[name] / theirs[name] for ours, theirs in pairs]),
-        unit="loss after the last step; tokens per verifier step",
+        ours=figures("fp8"),
+        peer={way: figures(way) for way in ("bfloat16", "float32")},
+        ratio={"fp8_over_bfloat16": ratios("fp8", "bfloat16"), "bfloat16_over_float32": ratios("bfloat16", "float32")},
+        unit="loss, a sum over the TTT steps; tokens per verifier step",
         notes=[
-            f"seeds {SEEDS}, the same initial weights and order of the data in both; a ratio is of the same seed",
-            "validation_loss is the training's own, in its own arithmetic; all after it that is no training loss is of "
-            "the checkpoint's float32 weights in float32, as a server without fp8 would see them",
+            f"seeds {SEEDS}, the same initial weights and order of the data every way; a ratio is of the same seed",
+            "training_loss_of_second_half is in the training's own arithmetic; acceptance in float32 on validation "
+            "samples",
             "target: loss after the same tokens within 1 %; the fp8 products run on a CPU with the same arithmetic",
         ],
     )
@@ -163,14 +172,14 @@ def train_copy(run: Path, copy: Path, *flags: str) -> Checkpoints:
     return Checkpoints(copy / "04_train" / CHECKPOINTS, keep=1000)
 
 
-def score(saved: Sequence[Saved], run: Path) -> list[dict[str, float]]:
-    """Loss and expected acceptance length of checkpoints, in float32, on the validation states of a run."""
+def score(saved: Sequence[Saved], run: Path, split: str = "val", *, use_fp8: bool = False) -> list[dict[str, float]]:
+    """Loss and expected acceptance length of checkpoints on a run's states, in float32 or with fp8's products."""
     _, config = parse(["--run", str(run)], "")
     settings, rows = config.training, summary_of(run, "02_hidden")
-    shards = _shards(config, run, rows["train"], rows["val"])
+    shards = _shards(config, run, 0 if split == "train" else rows["train"], rows[split])
     packs = [step[0] for step in order(shards.lengths, settings.pack_tokens, 1, 1, 0, None).steps]
     draft = _draft(config, run)
-    step = _step(draft, config)
+    step = _step(draft, config, use_fp8=use_fp8)
     found = []
     for one in saved:
         load_weights(one.path, draft)
@@ -203,14 +212,15 @@ def _shards(config: Config, run: Path, first: int, count: int) -> Shards:
     )
 
 
-def _step(draft: Any, config: Config) -> TrainingStep:
+def _step(draft: Any, config: Config, *, use_fp8: bool = False) -> TrainingStep:
     settings = config.training
     return TrainingStep(
         draft,
         ttt_steps=settings.ttt_steps,
         loss_config=resolve_loss_config(settings.loss, "eager"),
         loss_decay=settings.ttt_step_loss_decay,
-        dtype=torch.float32,
+        dtype=torch.bfloat16 if use_fp8 else torch.float32,
+        use_fp8=use_fp8,
     )
 
 
