@@ -6,13 +6,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from xdist.scheduler import LoadFileScheduling
 
 from eagle3_train import server as vllm
 from eagle3_train import verifier
@@ -20,6 +22,8 @@ from eagle3_train.config import Config, parse
 from tests import kimi_standin
 
 PROJECT = Path(__file__).resolve().parent.parent
+# The files with tests that use `default_run` or `plain_server`.
+SHARING = ("test_engine", "test_pipeline", "test_moving", "test_evaluation", "test_waves")
 
 
 def pytest_configure() -> None:
@@ -32,21 +36,29 @@ def pytest_configure() -> None:
     os.environ.update({"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"})
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks for the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Who runs what under `pytest -n 2 --dist loadgroup`: a session's fixtures are made once in each process.
-
-    What shares the session's run and its server stays in one process, which begins with it, for it takes longest.
-    Tests with a group of their own come next, the files without an engine last, each in one process.
-    """
-    groups = {}
+    """What shares a run or a server first, then those with servers of their own: they take longest."""
     for item in items:
-        engine = item.get_closest_marker("engine") is not None
-        own = item.get_closest_marker("xdist_group")
-        groups[item] = own.args[0] if own else "engine" if engine else item.path.stem
-        if own is None:
-            item.add_marker(pytest.mark.xdist_group(groups[item]))
-    items.sort(key=lambda item: (groups[item] != "engine", item.get_closest_marker("engine") is None))
+        shared = {"default_run", "plain_server"} & set(getattr(item, "fixturenames", ()))
+        if shared and item.path.stem not in SHARING:
+            raise pytest.UsageError(f"{item.path.name} asks for {shared}: name it in tests/conftest.py's SHARING")
+    items.sort(key=lambda item: (item.path.stem not in SHARING, item.get_closest_marker("engine") is None))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
+    """Of several processes (`pytest -n 2`), each takes a file at a time, and one takes all that share.
+
+    A session's fixtures are made once in each process that asks for them. Not `--dist loadgroup`: xdist 3.8 does not
+    see its groups with pytest 9.2.
+    """
+    return _SharingTogether(config, log)
+
+
+class _SharingTogether(LoadFileScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "sharing" if Path(file).stem in SHARING else file
 
 
 def run_pipeline(run: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -68,6 +80,16 @@ def run_stage(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, script, *arguments], cwd=PROJECT, capture_output=True, text=True, check=False
     )
+
+
+def wait_for(condition: Callable[[], Any], seconds: float) -> Any:
+    """What `condition` returns as soon as it is true."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        time.sleep(0.2)
+    raise AssertionError("waited in vain")
 
 
 @dataclass(frozen=True)

@@ -13,4 +13,4 @@ set_up dev
 # Its threads wait for each other asleep: on cores that others use as well, spinning costs ten times the work.
 OMP_WAIT_POLICY=PASSIVE "$VENV_PYTHON" -m eagle3_train.tiny verifier models/tiny-kimi-k2.5
 # Two processes: a vLLM server starts on one core, its tests' process waits, and the tests without one fill the other.
-exec "$VENV_PYTHON" -m pytest -n 2 --dist loadgroup --no-loadscope-reorder "$@"
+exec "$VENV_PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
