@@ -36,7 +36,7 @@ QUESTIONS = "questions.jsonl"
 FLAGS = {
     "prompts__val_fraction": 0.02,
     "training__epochs": EPOCHS,
-    "extraction__concurrency": 16,
+    "extraction__concurrency": 8,
 }
 _LOOK_EVERY_S = 0.05
 

@@ -132,7 +132,7 @@ def _extract(stage: Stage) -> Result:
         print(f"{len(have)} of {len(wanted)} traces have their states already")
     if config.in_waves:
         _remove_others(shards, wanted)
-    _forget_errors(errors_path, wanted)
+    _forget_errors(errors_path, samples, wanted)
     seconds = 0.0
     traces_folder = stage.input("01b_traces")
     with JsonlLog(index_path) as index, JsonlLog(errors_path) as errors, Traces(traces_folder / TRACES_FILE) as traces:
@@ -253,11 +253,11 @@ def _remove_others(shards: Path, wanted: list[Located]) -> None:
             path.unlink()
 
 
-def _forget_errors(path: Path, wanted: list[Located]) -> None:
-    """What is tried again has not failed."""
+def _forget_errors(path: Path, samples: list[Located], wanted: list[Located]) -> None:
+    """What is tried again has not failed; what is no sample any more does not count."""
     if path.exists():
-        tried = {sample.id for sample in wanted}
-        _rewrite_rows(path, [row for row in read_jsonl(path) if row["id"] not in tried])
+        others = {sample.id for sample in samples} - {sample.id for sample in wanted}
+        _rewrite_rows(path, [row for row in read_jsonl(path) if row["id"] in others])
 
 
 def _training_first(samples: list[Located]) -> list[Located]:
