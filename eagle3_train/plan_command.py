@@ -144,8 +144,8 @@ def _count(tokens: float) -> str:
 
 _ASSUMED = (
     "Assumed of the ways that were never measured at this size: saving states slows no answer (one pass; it did by "
-    "about three times with small verifiers, on a CPU and on an H200, where steps are mostly fixed cost), float8 states are "
-    "saved and read as fast as bfloat16, and each wave starts server and trainer anew."
+    "about three times with small verifiers, on a CPU and on an H200, where steps are mostly fixed cost), float8 "
+    "states are saved and read as fast as bfloat16, and each wave starts server and trainer anew."
 )
 
 
