@@ -5,7 +5,7 @@ initial weights and order of the data are a seed's own and the same for both sto
 checkpoint is also judged on the bfloat16 validation states, whichever it was trained on; each side's best checkpoint is
 the one that stage 04 chose on its own.
 
-    python -m benchmarks.fp8_vs_bf16_states [--run DIR] [--seeds 3]      about 7 minutes; `--run` is done up to 01b
+    python -m benchmarks.fp8_vs_bf16_states [--run DIR] [--seeds 3]      20 minutes on 2 busy cores; run: done up to 01b
 
 Writes benchmarks/results/fp8_vs_bf16_states.json and .png.
 """

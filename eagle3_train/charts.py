@@ -158,11 +158,12 @@ def over_seeds(path: Path, sides: dict[str, dict[str, dict[int, list[float]]]], 
     """
     figure = Figure(figsize=(10, 3.8))
     for axes, (title, panel) in zip(figure.subplots(1, len(sides), sharey=True), sides.items(), strict=True):
-        for colour, (side, by_step) in zip(COLOURS, panel.items(), strict=False):
+        # Dashed, so that a side that lies on another does not hide it.
+        for colour, style, (side, by_step) in zip(COLOURS, ("-", "--", ":"), panel.items(), strict=False):
             values = list(by_step.values())
             axes.fill_between(list(by_step), [*map(min, values)], [*map(max, values)], color=colour, alpha=0.2, lw=0)
             means = [sum(of_seeds) / len(of_seeds) for of_seeds in values]
-            axes.plot(list(by_step), means, color=colour, marker="o", markersize=3, label=side)
+            axes.plot(list(by_step), means, color=colour, linestyle=style, marker="o", markersize=3, label=side)
         axes.legend(frameon=False, loc="lower right")
         _label(axes, title, "step", label)
     _save(figure, path)
