@@ -4,7 +4,7 @@
     fp8     the embedded default trained in fp8, in bfloat16 and, to see what any rounding does, in float32: loss after
             the same tokens and acceptance, three seeds each
 
-    python -m benchmarks.train_tiny plain | fp8 --run runs/tiny     2 and 8 minutes; the run must be done up to stage 03
+    python -m benchmarks.train_tiny plain | fp8 --run runs/tiny     2 and 20 minutes (2 busy cores); done up to stage 03
 
 Writes benchmarks/results/train_tiny_<what>.json.
 """
