@@ -5,7 +5,7 @@ with. Waves: `extraction.disk_budget_gb` at a tenth of what the whole took, stag
 `extraction.wave_epochs`, with the first seed. The states' bytes (shards, unfinished ones, the parity gate's) are looked
 at every 50 ms. Each wave starts the verifier and the trainer anew, about 40 s here: this says nothing of speed.
 
-    python -m benchmarks.waves_vs_whole [--ways replay again] [--seeds 3]      replay 15 minutes, again 30
+    python -m benchmarks.waves_vs_whole [--ways replay again] [--seeds 3]      replay 15 minutes, again 30 (estimated)
 
 Writes benchmarks/results/waves_vs_whole.json and .png.
 """
