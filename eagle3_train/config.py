@@ -216,7 +216,10 @@ class Extraction(Section):
     repetition: Literal["keep", "drop"] = "drop"
     """Traces that end in a loop."""
     concurrency: int = how(32, ge=1)
-    """Requests in flight."""
+    """Most requests in flight."""
+    tokens_in_flight: int = how(65536, ge=1)
+    """Most tokens of the requests in flight; the states of as many again are being written and checked. Four times
+    vLLM's max_num_batched_tokens keep its batches full [tokens]."""
     request_timeout_s: float = how(600, gt=0)
     """Patience with one request and with its file [s]."""
     max_set_aside: float = Field(0.01, ge=0, le=1)

@@ -26,7 +26,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -372,6 +372,27 @@ def _check_fits(config: Config, samples: list[Located], folder: Path) -> None:
         ) from None
 
 
+class TokensInFlight:
+    """Lets samples through as long as no more than `most` tokens of them are under way; a longer one alone."""
+
+    def __init__(self, most: int):
+        self._most, self._taken = most, 0
+        self._changed = asyncio.Condition()
+
+    @contextlib.asynccontextmanager
+    async def taken(self, tokens: int) -> AsyncIterator[None]:
+        """Hold so many tokens, once there is room for them."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._taken or self._taken + tokens <= self._most)
+            self._taken += tokens
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._taken -= tokens
+                self._changed.notify_all()
+
+
 async def extract_all(
     samples: list[Located],
     traces: Traces,
@@ -395,8 +416,9 @@ async def extract_all(
     folder = index.path.parent
     expected = Expected.of(config)
     room = Room(folder)
-    # So many are with the engine; as many again are being written and checked, which must not empty its batches.
+    # So much is with the engine; as much again is being written and checked, which must not empty its batches.
     engine = asyncio.Semaphore(settings.concurrency)
+    engine_tokens, tokens = TokensInFlight(settings.tokens_in_flight), TokensInFlight(2 * settings.tokens_in_flight)
     # Longest first: the end of the stage is then not one long sample on an idle engine.
     queue = iter(sorted(samples, key=lambda sample: -sample.tokens))
     async with Capturer(server, staging, expected, settings.request_timeout_s) as capturer:
@@ -406,23 +428,27 @@ async def extract_all(
             total=sum(sample.tokens for sample in samples), desc="02 states", unit="tok", unit_scale=True
         ) as progress:
 
+            async def capture(located: Located) -> None:
+                sample = traces.load(located)
+                with room.promised(located.tokens * expected.token_bytes):
+                    for attempt in range(1, _ATTEMPTS + 1):
+                        answer = None
+                        try:
+                            async with engine_tokens.taken(located.tokens), engine:
+                                answer = await capturer.prefill(sample.token_ids, f"{sample.id}-{attempt}")
+                            index.append(await capturer.keep(answer, sample, folder / SHARDS))
+                            break
+                        except SetAside as problem:
+                            if answer is not None:
+                                await capturer.discard(answer)  # its room is for the next attempt
+                            if attempt == _ATTEMPTS:
+                                errors.append({"id": sample.id, "reason": problem.reason, "detail": problem.detail})
+                progress.update(located.tokens)
+
             async def worker() -> None:
                 for located in queue:
-                    sample = traces.load(located)
-                    with room.promised(located.tokens * expected.token_bytes):
-                        for attempt in range(1, _ATTEMPTS + 1):
-                            answer = None
-                            try:
-                                async with engine:
-                                    answer = await capturer.prefill(sample.token_ids, f"{sample.id}-{attempt}")
-                                index.append(await capturer.keep(answer, sample, folder / SHARDS))
-                                break
-                            except SetAside as problem:
-                                if answer is not None:
-                                    await capturer.discard(answer)  # its room is for the next attempt
-                                if attempt == _ATTEMPTS:
-                                    errors.append({"id": sample.id, "reason": problem.reason, "detail": problem.detail})
-                    progress.update(located.tokens)
+                    async with tokens.taken(located.tokens):
+                        await capture(located)
 
             await watch_server(server, [worker() for _ in range(min(2 * settings.concurrency, len(samples)))])
         return time.monotonic() - started

@@ -33,6 +33,7 @@ from eagle3_train import server as vllm
 from eagle3_train import verifier
 from eagle3_train.asking import SetAside
 from eagle3_train.capture import (
+    Capturer,
     DiskFull,
     Expected,
     Sample,
@@ -45,7 +46,17 @@ from eagle3_train.capture import (
 from eagle3_train.config import Config, Extraction, Verifier, parse
 from eagle3_train.config import Server as ServerSettings
 from eagle3_train.errors import PipelineError
-from eagle3_train.extraction import DATASET, INDEX, LINKS, SHARDS, Traces, extract, publish, read_samples
+from eagle3_train.extraction import (
+    DATASET,
+    INDEX,
+    LINKS,
+    SHARDS,
+    TokensInFlight,
+    Traces,
+    extract,
+    publish,
+    read_samples,
+)
 from eagle3_train.run import ERRORS, HIDDEN, PROMPTS, TRACES, JsonlLog, Result, Run, Stage
 from tests.fault_server import (
     HIDDEN_SIZE,
@@ -818,3 +829,55 @@ def test_a_token_of_kimi_k2_5_takes_57344_bytes(tmp_path: Path, dtype: str, expe
     kimi = write_config(tmp_path, hidden_size=7168, num_hidden_layers=61, vocab_size=163840)
     config = Config(verifier=Verifier(path=str(kimi)), extraction=Extraction(storage_dtype=dtype))
     assert token_bytes(config) == expected
+
+
+# ---- tokens in flight
+
+
+def test_no_more_tokens_are_under_way_than_allowed_and_every_sample_gets_its_turn() -> None:
+    most, rng = 100, random.Random(3)
+    lengths = [rng.randint(1, 60) for _ in range(200)] + [250]
+    under_way: list[int] = []
+    seen: list[int] = []
+
+    async def sample(flight: TokensInFlight, tokens: int) -> None:
+        async with flight.taken(tokens):
+            under_way.append(tokens)
+            seen.append(sum(under_way))
+            assert sum(under_way) <= most or under_way == [250]
+            await asyncio.sleep(0)
+            under_way.remove(tokens)
+
+    async def all_of_them() -> None:
+        flight = TokensInFlight(most)
+        await asyncio.gather(*(sample(flight, tokens) for tokens in lengths))
+
+    asyncio.run(asyncio.wait_for(all_of_them(), 30))
+    assert len(seen) == len(lengths)
+    assert max(total for total in seen if total <= most) > 0.8 * most
+
+
+def test_requests_are_held_back_by_their_tokens_too(
+    tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest = max(len(tokens_of(question)) for question in SPLITS)
+    run = new_run(tmp_path, extraction={"concurrency": 8, "tokens_in_flight": longest})
+    engine.server.delay_s = 0.05
+    under_way: list[int] = []
+    seen: list[int] = []
+    prefill = Capturer.prefill
+
+    async def watched(self: Capturer, token_ids: list[int], name: str, **options: Any) -> Any:
+        if name.startswith("canary"):
+            return await prefill(self, token_ids, name, **options)
+        under_way.append(len(token_ids))
+        seen.append(sum(under_way))
+        try:
+            return await prefill(self, token_ids, name, **options)
+        finally:
+            under_way.remove(len(token_ids))
+
+    monkeypatch.setattr(Capturer, "prefill", watched)
+    capture(run)
+    assert len(seen) == len([question for question, split in SPLITS.items() if split != "eval"])
+    assert max(seen) <= longest
