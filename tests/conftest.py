@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -30,8 +31,10 @@ def pytest_configure() -> None:
     """One thread a process, here and in what the tests start.
 
     Several threads of one operation wait for each other by spinning: on cores that other processes use as well, the
-    same tests cost ten times the processor time.
+    same tests cost ten times the processor time. Ctrl-C is heeded again: a shell without job control starts what
+    runs in its background with that signal ignored, and processes inherit it.
     """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     os.environ.update({"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"})
 
