@@ -160,7 +160,7 @@ def _extract(stage: Stage) -> Result:
     new_tokens = sum(sample.tokens for sample in missing if sample.id in rows)
     result = _summarise(kept, rows, new_tokens, len(taken), left_out, set_aside, seconds)
     if config.in_waves:
-        result = _keep_wave(stage, wave, samples, rows.keys(), result)
+        result = _keep_wave(stage, wave, samples, wanted, rows.keys(), result)
     return result
 
 
@@ -175,14 +175,11 @@ def wants_more(stage: Stage) -> bool:
 
     if waves.trained_otherwise(stage.run):
         return False  # 04 refuses, and says what to do
-    lengths = train_lengths(stage.folder / DATASET)
     try:
-        wave = waves.of_training(stage, lengths)
+        _, needed = waves.of_training(stage, train_lengths(stage.folder / DATASET))
     except MoreStates:
         return True
-    drawn = waves.training_order(stage.config, lengths, wave.room)
     links = stage.folder / DATASET / LINKS
-    needed = drawn.rows(wave.first_step, wave.last_step).difference(wave.left_out)
     return not all((links / f"hs_{row}.safetensors").exists() for row in needed)
 
 
@@ -228,19 +225,23 @@ def _wave(stage: Stage, samples: list[Located]) -> tuple[Wave | None, list[Locat
 
 
 def _keep_wave(
-    stage: Stage, wave: Wave | None, samples: list[Located], made: Collection[str], result: Result
+    stage: Stage,
+    wave: Wave | None,
+    samples: list[Located],
+    wanted: list[Located],
+    made: Collection[str],
+    result: Result,
 ) -> Result:
     """Write down that the wave is whole, and say so; the manifest vouches for the data set: its states come and go."""
     from eagle3_train import waves
 
     line = "every step of the training is made; what it read is deleted"
     if wave is not None:
-        train = [sample for sample in _training_first(samples) if sample.split == "train"]
-        drawn = waves.training_order(stage.config, [sample.tokens for sample in train], wave.room)
-        rows = drawn.rows(wave.first_step, wave.last_step)
-        left_out = sorted(row for row in rows if train[row].id not in made)
+        train = [sample.id for sample in samples if sample.split == "train"]
+        taken = {sample.id for sample in wanted if sample.split == "train"}
+        left_out = [row for row, sample_id in enumerate(train) if sample_id in taken and sample_id not in made]
         waves.keep(stage.folder, replace(wave, whole=True, published=True, left_out=left_out))
-        line = f"wave {wave.number}: {len(rows)} of {len(train)} training samples, for steps {wave.first_step + 1} to "
+        line = f"wave {wave.number}: {len(taken)} of {len(train)} training samples, for steps {wave.first_step + 1} to "
         line += f"{wave.last_step} of {wave.steps}"
         result.summary.update(wave=wave.number, first_step=wave.first_step, last_step=wave.last_step)
     return Result([DATASET], result.summary, [*result.lines, line])

@@ -99,9 +99,8 @@ def _wave(stage: Stage, dataset: Path) -> tuple[Wave, set[int]]:
     from eagle3_train import waves
 
     lengths = train_lengths(dataset)
-    wave = waves.of_training(stage, lengths)
-    rows = waves.training_order(stage.config, lengths, wave.room).rows(wave.first_step, wave.last_step)
-    return wave, set(range(len(lengths))) - rows.difference(wave.left_out)
+    wave, rows = waves.of_training(stage, lengths)
+    return wave, set(range(len(lengths))) - rows
 
 
 def check_dataset(

@@ -68,10 +68,8 @@ class Wave:
 
     def is_for(self, drawn: Order, step: int) -> bool:
         """Whether a training of this order that has made `step` steps takes its next one from this wave."""
-        return self.first_step <= step < self.last_step and self.order == _digest(self._taken(drawn))
-
-    def _taken(self, drawn: Order) -> list[list[list[int]]]:
-        return drawn.steps[self.first_step : self.last_step]
+        taken = drawn.steps[self.first_step : self.last_step]
+        return self.first_step <= step < self.last_step and self.order == _digest(taken)
 
 
 def current(hidden: Path) -> Wave | None:
@@ -137,8 +135,8 @@ def coming(run: Run, train: Sequence[int], val: Sequence[int], samples: str) -> 
     return held, drawn.rows(held.first_step, held.last_step)
 
 
-def of_training(stage: Stage, train: Sequence[int]) -> Wave:
-    """The wave that stage 04 trains on now.
+def of_training(stage: Stage, train: Sequence[int]) -> tuple[Wave, set[int]]:
+    """The wave that stage 04 trains on now, and those of its training rows that have states.
 
     Args:
         train: tokens of each training row.
@@ -151,9 +149,9 @@ def of_training(stage: Stage, train: Sequence[int]) -> Wave:
     if wave is not None:
         drawn = training_order(stage.config, train, wave.room)
         if made >= len(drawn.steps):  # killed after its last step: nothing more is read
-            return replace(wave, first_step=made, last_step=made)
+            return replace(wave, first_step=made, last_step=made), set()
         if wave.whole and wave.is_for(drawn, made):
-            return wave
+            return wave, drawn.rows(wave.first_step, wave.last_step).difference(wave.left_out)
     raise more_states(stage.run, made)
 
 
