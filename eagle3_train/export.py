@@ -393,7 +393,9 @@ def _logits(model: Eagle3DraftModel, ids: torch.Tensor, states: torch.Tensor, tt
 
     seen: list[torch.Tensor] = []
     hook = model.lm_head.register_forward_hook(lambda _module, _inputs, output: seen.append(output[0]))
-    with torch.no_grad():
+    # speculators compiles this wherever a GPU is seen, for a CPU too: longer than all the rest, and torch 2.11 writes
+    # C++ that no compiler takes.
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         model(
             hidden_states=states[:-1, :-1].flatten(1)[None],
             input_ids=ids[None, 1:],

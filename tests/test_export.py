@@ -422,6 +422,19 @@ def test_logits_that_are_no_numbers_are_not_taken_for_equal(trained: Run, tmp_pa
         publish(run)
 
 
+def test_the_logits_are_compared_without_a_compiler_where_a_gpu_makes_speculators_compile(
+    trained: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a GPU is seen speculators' forward is torch.compile's, and C++ of torch 2.11 for a CPU does not compile."""
+    from speculators import Eagle3DraftModel
+
+    def compiler(*_given: Any) -> Any:
+        raise AssertionError("a compiler was started")
+
+    monkeypatch.setattr(Eagle3DraftModel, "forward", torch.compile(Eagle3DraftModel.forward, backend=compiler))
+    assert (publish(copy_of(trained, tmp_path)) / "model.safetensors").exists()
+
+
 def test_float8_shards_are_read_as_what_was_captured(tmp_path: Path) -> None:
     """Every finite e4m3 number, by the format's definition (arXiv 2209.05433): bias 7, subnormals, no infinity."""
     codes = [code for code in range(256) if code & 0x7F != 0x7F]
