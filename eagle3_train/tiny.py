@@ -14,6 +14,7 @@ Legend of shapes: B sequences, T tokens.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import random
@@ -325,10 +326,20 @@ def _write_configs(out: Path, text_config: dict, image_token_id: int) -> None:
 def build_verifier(out: Path, seed: int = SEED, head_dim: int = HEAD_DIM) -> Path:
     """Train the tiny verifier and publish its directory at `out`, complete or not at all.
 
-    Deterministic for a seed on one kind of machine; nothing is done when `out` is already there.
+    Deterministic for a seed on one kind of machine; nothing is done when `out` is already there. Of two processes that
+    start at once one trains it and the other waits.
     """
     if out.exists():
         return out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with (out.parent / f".{out.name}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not out.exists():
+            _build_verifier(out, seed, head_dim)
+    return out
+
+
+def _build_verifier(out: Path, seed: int, head_dim: int) -> None:
     import torch
     from safetensors.torch import load_file, save_file
     from transformers import DeepseekV3ForCausalLM
@@ -342,7 +353,6 @@ def build_verifier(out: Path, seed: int = SEED, head_dim: int = HEAD_DIM) -> Pat
     model = DeepseekV3ForCausalLM(_text_config(tokenizer.eos_token_id, head_dim))
     _train(model, sequences, random.Random(seed))
 
-    out.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
         tokenizer.save_pretrained(staging)
@@ -360,7 +370,6 @@ def build_verifier(out: Path, seed: int = SEED, head_dim: int = HEAD_DIM) -> Pat
         os.rename(staging, out)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    return out
 
 
 def main() -> None:

@@ -11,6 +11,8 @@ import itertools
 import json
 import re
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -496,6 +498,24 @@ def test_the_tiny_verifier_has_kimis_shape(tiny_directory: Path) -> None:
     assert (text["kv_lora_rank"], text["qk_rope_head_dim"]) == (512, 64)
     assert text["n_routed_experts"] > text["num_experts_per_tok"] > 1
     assert text["n_shared_experts"] == text["first_k_dense_replace"] == 1
+
+
+def test_of_two_first_starts_at_once_one_trains_the_tiny_verifier_and_the_other_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainings: list[int] = []
+
+    def train(*_given: Any) -> None:
+        trainings.append(1)
+        time.sleep(1)  # another start arrives meanwhile
+
+    monkeypatch.setattr(tiny, "_train", train)
+    monkeypatch.setattr(tiny, "CORPUS_SEQUENCES", 400)
+    out = tmp_path / "models" / "tiny"
+    with ThreadPoolExecutor(2) as starts:
+        assert list(starts.map(tiny.build_verifier, [out, out])) == [out, out]
+    assert len(trainings) == 1
+    assert verifier.text_config(Verifier(path=str(out))).vocab_size == tiny.VOCAB_SIZE
 
 
 def test_the_tiny_verifiers_sizes_and_layers_are_read_like_kimis(tiny_directory: Path) -> None:
