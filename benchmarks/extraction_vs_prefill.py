@@ -1,10 +1,11 @@
 """Stage 02 beside a server that only prefills, and beside `speculators generate-offline-data`: tokens a second.
 
-Samples of random token ids, 64 to 256 long, on the tiny verifier. One server without the connector is asked for one
-token after each sample, with stage 02's own client: the ceiling. One server with our connector then serves stage 02
-(request, file, every check, move, index) and `speculators generate-offline-data`, in turn, with the same most requests
-in flight. Neither the servers' start nor the parity gate nor imports are counted. Memory is that of stage 02's own
-process while it reads the traces and publishes the data set, which needs no server.
+Samples of random token ids, 64 to 256 long, on the tiny verifier. A server without the connector is asked for one token
+after each sample, with stage 02's own client: the ceiling. A server with our connector serves stage 02 (request, file,
+every check, move, index) and `speculators generate-offline-data`, with the same most requests in flight. The three take
+turns, so that what else the machine does weighs on all; the server that is not asked is idle. Neither the servers'
+start nor the parity gate nor imports are counted. Memory is that of stage 02's own process while it reads the traces and
+publishes the data set, which needs no server.
 
     python -m benchmarks.extraction_vs_prefill [--sizes 100 1000] [--repeats 3]      about 8 minutes
 """
@@ -17,6 +18,7 @@ import json
 import random
 import re
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -54,23 +56,26 @@ def main() -> None:
         ceiling: dict[int, list[float]] = {size: [] for size in given.sizes}
         ours: dict[int, list[float]] = {size: [] for size in given.sizes}
         theirs: dict[int, list[float]] = {size: [] for size in given.sizes}
-        with vllm.serve(config, log=folder / "plain.log", extra_args=["--no-enable-prefix-caching"]) as server:
-            for size, run in runs.items():
-                for _ in range(given.repeats + 1):
-                    ceiling[size].append(asyncio.run(prefill(run, server, folder)))
-                    print(f"{size} samples, prefill only: {ceiling[size][-1]:.0f} tokens/s", flush=True)
         staging = fresh_staging(folder, folder / "moved")
         extra = vllm.extraction_args(config, staging)
-        with vllm.serve(config, log=folder / "capture.log", extra_args=extra) as server:
+        with (
+            vllm.serve(config, log=folder / "plain.log", extra_args=["--no-enable-prefix-caching"]) as plain,
+            vllm.serve(config, log=folder / "capture.log", extra_args=extra) as capturing,
+        ):
+
+            def turn(run: Run) -> tuple[float, float, float]:
+                ceiling = asyncio.run(prefill(run, plain, folder))
+                return ceiling, stage_02(run, capturing, staging), _speculators(run, capturing, folder)
+
+            turn(runs[min(runs)])  # a server's first requests are slower
             for size, run in runs.items():
-                for _ in range(given.repeats + 1):
-                    ours[size].append(stage_02(run, server, staging))
-                    print(f"{size} samples, stage 02: {ours[size][-1]:.0f} tokens/s", flush=True)
-                    theirs[size].append(_speculators(run, server, folder))
-                    print(f"{size} samples, speculators: {theirs[size][-1]:.0f} tokens/s", flush=True)
+                for _ in range(given.repeats):
+                    rates = turn(run)
+                    for side, rate in zip((ceiling, ours, theirs), rates, strict=True):
+                        side[size].append(rate)
+                    print("{} samples, tokens/s: prefill {:.0f}, 02 {:.0f}, speculators {:.0f}".format(size, *rates))
         peaks = {size: _peak_mib(folder / f"memory-{size}", size) for size in MEMORY_SIZES}
-    # A server's first requests are slower: the first of each is left out.
-    _write(given.sizes, *({size: rates[1:] for size, rates in side.items()} for side in (ceiling, ours, theirs)), peaks)
+    _write(given.sizes, ceiling, ours, theirs, peaks)
 
 
 def _write(
@@ -84,7 +89,11 @@ def _write(
         return {str(size): spread(rates[size]) for size in sizes}
 
     def ratios(peer: dict[int, list[float]]) -> dict[str, float]:
-        return {str(size): round(spread(ours[size])["median"] / spread(peer[size])["median"], 3) for size in sizes}
+        """Medians of the ratios of each turn."""
+        return {
+            str(size): round(statistics.median(a / b for a, b in zip(ours[size], peer[size], strict=True)), 3)
+            for size in sizes
+        }
 
     few, many = MEMORY_SIZES
     growth = (peaks[many] - peaks[few]) * 1024 / (many - few)
@@ -99,7 +108,8 @@ def _write(
         ratio={"to_prefill_only": ratios(ceiling), "to_generate_offline_data": ratios(theirs)},
         unit="tokens/s",
         notes=[
-            f"random token ids, {SHORTEST} to {LONGEST} a sample; medians; servers' start and the gate not counted",
+            f"random token ids, {SHORTEST} to {LONGEST} a sample; servers' start and the gate not counted",
+            "a ratio is the median of those of each turn",
             f"targets: at least {TARGET:.0%} of prefill only, above generate-offline-data; memory flat",
             "client, server, writer and checks share the machine's cores",
         ],

@@ -351,6 +351,12 @@ async def wait_for_writer(captured: Path, timeout_s: float) -> None:
 # One server ----------------------------------------------------------------------------------------------------------
 
 
+def _one_torch_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
 @dataclass(frozen=True)
 class Captured:
     """States that were looked at and not kept.
@@ -380,7 +386,8 @@ class Capturer:
         self.expected = expected
         self._server, self._staging, self._timeout_s = server, staging, timeout_s
         # Reading and hashing release the interpreter's lock; the event loop only asks and waits.
-        self._pool = ThreadPoolExecutor(min(16, os.cpu_count() or 1), thread_name_prefix="states")
+        # Each of its threads is one of torch's: more of them would take the cores from each other and from the engine.
+        self._pool = ThreadPoolExecutor(min(16, os.cpu_count() or 1), "states", _one_torch_thread)
 
     async def __aenter__(self) -> Capturer:
         self._client = session(self._server, connect_timeout_s=10)
