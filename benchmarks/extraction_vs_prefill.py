@@ -4,8 +4,8 @@ Samples of random token ids, 64 to 256 long, on the tiny verifier. A server with
 after each sample, with stage 02's own client: the ceiling. A server with our connector serves stage 02 (request, file,
 every check, move, index) and `speculators generate-offline-data`, with the same most requests in flight. The three take
 turns, so that what else the machine does weighs on all; the server that is not asked is idle. Neither the servers'
-start nor the parity gate nor imports are counted. Memory is that of stage 02's own process while it reads the traces and
-publishes the data set, which needs no server.
+start nor the parity gate nor imports are counted. Memory is that of stage 02's own process while it reads the traces
+and publishes the data set, which needs no server.
 
     python -m benchmarks.extraction_vs_prefill [--sizes 100 1000] [--repeats 3]      about 8 minutes
 """
