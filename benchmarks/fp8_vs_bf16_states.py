@@ -92,7 +92,7 @@ def _extracted(source: Path, run: Path, storage: str) -> Path:
 
 
 def _trained(run: Path, copy: Path, seed: int, exact: Path) -> Training:
-    checkpoints = train_copy(run, copy, "--training.seed", str(seed))
+    checkpoints = train_copy(run, copy, "04_train.py", "--training.seed", str(seed))
     best, whole = checkpoints.best(), checkpoints.whole()
     assert best is not None
     summary = summary_of(copy, "04_train")

@@ -1,10 +1,11 @@
 """Stage 04 on the tiny verifier's own states, on a CPU: our step beside a plain loop, and fp8 beside bf16.
 
     plain   the same packs and optimizer: speculators' model, called as it is, in a loop of five lines; seconds a step
-    fp8     the embedded default trained in fp8, in bfloat16 and, to see what any rounding does, in float32: loss after
-            the same tokens and acceptance, three seeds each
+    fp8     the embedded default trained in bfloat16, in fp8, and in fp8 with the products of one direction in bfloat16,
+            which tells whose rounding it is; in float32, to see what any rounding does: loss after the same tokens and
+            acceptance, eight seeds each, two trainings at a time
 
-    python -m benchmarks.train_tiny plain | fp8 --run runs/tiny     2 and 20 minutes (2 busy cores); done up to stage 03
+    python -m benchmarks.train_tiny plain | fp8 --run runs/tiny     2 and 40 minutes (2 cores); done up to stage 03
 
 Writes benchmarks/results/train_tiny_<what>.json.
 """
@@ -12,6 +13,8 @@ Writes benchmarks/results/train_tiny_<what>.json.
 from __future__ import annotations
 
 import argparse
+import os
+import runpy
 import shutil
 import statistics
 import sys
@@ -19,13 +22,17 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import torch
 from speculators.losses import resolve_loss_config
+from torch import nn
 
 from benchmarks.common import over_seeds, run_measured, spread, summary_of, write_result
+from eagle3_train import fp8 as fp8_products
 from eagle3_train import verifier, vocabulary
 from eagle3_train.checkpoints import Checkpoints, Saved, load_weights
 from eagle3_train.config import Config, parse
@@ -38,11 +45,15 @@ from eagle3_train.step import TrainingStep, expected_acceptance_length, summaris
 from eagle3_train.training import CHECKPOINTS, METRICS
 
 STEPS = 40
-SEEDS = (0, 1, 2)
-WAYS = {
-    "float32": ("--training.dtype", "float32", "--no-training.fp8"),
-    "bfloat16": ("--training.dtype", "bfloat16", "--no-training.fp8"),
-    "fp8": ("--training.dtype", "bfloat16", "--training.fp8"),
+SEEDS = range(8)
+_FP8 = ("--training.dtype", "bfloat16", "--training.fp8")
+# Each a stage 04, by its flags; `python -m benchmarks.train_tiny forward` is one in fp8 whose forward products are not.
+WAYS: dict[str, tuple[str, ...]] = {
+    "float32": ("04_train.py", "--training.dtype", "float32", "--no-training.fp8"),
+    "bfloat16": ("04_train.py", "--training.dtype", "bfloat16", "--no-training.fp8"),
+    "fp8": ("04_train.py", *_FP8),
+    "fp8, forward in bfloat16": ("-m", "benchmarks.train_tiny", "forward", *_FP8),
+    "fp8, backward in bfloat16": ("-m", "benchmarks.train_tiny", "backward", *_FP8),
 }
 
 
@@ -117,29 +128,23 @@ def _steps(
 
 def fp8(run: Path) -> None:
     """Each seed every way, in copies of the run; judged after the same steps, so after the same tokens."""
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-    for seed in SEEDS:
-        for way, flags in WAYS.items():
+    cores: Queue[int] = Queue()
+    for core in sorted(os.sched_getaffinity(0)):
+        cores.put(core)
+
+    def one(seed: int, way: str) -> dict[str, float]:
+        core = cores.get()
+        try:
             with tempfile.TemporaryDirectory() as folder:
-                copy = Path(folder) / "run"
-                checkpoints = train_copy(run, copy, *flags, "--training.seed", str(seed))
-                rows = list(read_jsonl(copy / "04_train" / METRICS))
-                best, last = checkpoints.best(), checkpoints.whole()[-1]
-                assert best is not None
-                at_best, at_last = score([best, last], run)
-                of_training, of_training_in_fp8 = (score([last], run, "train", use_fp8=on)[0] for on in (False, True))
-            losses = [row["train"]["loss"] for row in rows if "train" in row]
-            found[way].append(
-                {
-                    "training_loss_of_second_half": statistics.mean(losses[len(losses) // 2 :]),
-                    "last_weights_in_float32_on_training_samples": of_training["loss"],
-                    "last_weights_in_fp8_on_training_samples": of_training_in_fp8["loss"],
-                    "last_weights_in_float32_on_validation_samples": at_last["loss"],
-                    "acceptance_of_best": at_best["greedy"],
-                    "sampled_acceptance_of_best": at_best["sampled"],
-                }
-            )
-            print(f"{way}, seed {seed}: {found[way][-1]}", flush=True)
+                figures = _of_one_training(run, Path(folder) / "run", way, seed, core)
+        finally:
+            cores.put(core)
+        print(f"{way}, seed {seed}: {figures}", flush=True)
+        return figures
+
+    with ThreadPoolExecutor(cores.qsize()) as trainings:
+        started = {way: [trainings.submit(one, seed, way) for seed in SEEDS] for way in WAYS}
+        found = {way: [training.result() for training in of_way] for way, of_way in started.items()}
 
     def ratios(ours: str, theirs: str) -> dict[str, Any]:
         pairs = list(zip(found[ours], found[theirs], strict=True))
@@ -152,11 +157,11 @@ def fp8(run: Path) -> None:
         "train_tiny_fp8",
         module="train_tiny",
         ours=figures("fp8"),
-        peer={way: figures(way) for way in ("bfloat16", "float32")},
-        ratio={"fp8_over_bfloat16": ratios("fp8", "bfloat16"), "bfloat16_over_float32": ratios("bfloat16", "float32")},
+        peer={way: figures(way) for way in WAYS if way != "fp8"},
+        ratio={f"{way}, over bfloat16": ratios(way, "bfloat16") for way in WAYS if way != "bfloat16"},
         unit="loss, a sum over the TTT steps; tokens per verifier step",
         notes=[
-            f"seeds {SEEDS}, the same initial weights and order of the data every way; a ratio is of the same seed",
+            f"seeds {list(SEEDS)}, the same first weights and order of the data every way; a ratio is of the same seed",
             "training_loss_of_second_half is in the training's own arithmetic; acceptance in float32 on validation "
             "samples",
             "target: loss after the same tokens within 1 %; the fp8 products run on a CPU with the same arithmetic",
@@ -164,22 +169,59 @@ def fp8(run: Path) -> None:
     )
 
 
-def train_copy(run: Path, copy: Path, *flags: str) -> Checkpoints:
-    """Stage 04 in a copy of a run that is done up to stage 03; the checkpoint of every validation is kept."""
+def _of_one_training(run: Path, copy: Path, way: str, seed: int, core: int) -> dict[str, float]:
+    checkpoints = train_copy(run, copy, *WAYS[way], "--training.seed", str(seed), core=core)
+    losses = [row["train"]["loss"] for row in read_jsonl(copy / "04_train" / METRICS) if "train" in row]
+    best = checkpoints.best()
+    assert best is not None
+    at_best, at_last = score([best, checkpoints.whole()[-1]], run)
+    return {
+        "training_loss_of_second_half": statistics.mean(losses[len(losses) // 2 :]),
+        "last_weights_in_float32_on_validation_samples": at_last["loss"],
+        "acceptance_of_best": at_best["greedy"],
+        "sampled_acceptance_of_best": at_best["sampled"],
+    }
+
+
+def train_copy(run: Path, copy: Path, *command: str, core: int | None = None) -> Checkpoints:
+    """Stage 04, given by script or module and flags, in a copy of a run that is done up to stage 03; the checkpoint of
+    every validation is kept."""
     shutil.copytree(run, copy, symlinks=True, ignore=shutil.ignore_patterns("04_*", "05_*", "06_*", "set_aside"))
-    command = [sys.executable, "04_train.py", "--run", str(copy), "--training.keep_checkpoints", "1000", *flags]
-    run_measured(command, log=copy / "log")
+    flags = ["--run", str(copy), "--training.keep_checkpoints", "1000"]
+    run_measured([sys.executable, *command, *flags], log=copy / "log", core=core)
     return Checkpoints(copy / "04_train" / CHECKPOINTS, keep=1000)
 
 
-def score(saved: Sequence[Saved], run: Path, split: str = "val", *, use_fp8: bool = False) -> list[dict[str, float]]:
-    """Loss and expected acceptance length of checkpoints on a run's states, in float32 or with fp8's products."""
+def fp8_but_for(direction: str, flags: Sequence[str]) -> None:
+    """Stage 04 in fp8 with the products of one direction, "forward" or "backward", in bfloat16."""
+
+    class Linear(fp8_products._Linear):
+        @staticmethod
+        def forward(ctx: Any, rows: torch.Tensor, plain: torch.Tensor, weight: fp8_products.Weight) -> torch.Tensor:
+            product = fp8_products._Linear.forward(ctx, rows, plain, weight)
+            ctx.rows = rows
+            return nn.functional.linear(rows, plain) if direction == "forward" else product
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+            if direction == "forward":
+                return fp8_products._Linear.backward(ctx, *gradients)
+            of_rows = gradients[0] @ ctx.weight.plain if ctx.needed else None
+            return of_rows, gradients[0].t() @ ctx.rows, None
+
+    fp8_products._Linear = Linear  # type: ignore[misc]
+    sys.argv = ["04_train.py", *flags]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def score(saved: Sequence[Saved], run: Path) -> list[dict[str, float]]:
+    """Loss and expected acceptance length of checkpoints on a run's validation samples, in float32."""
     _, config = parse(["--run", str(run)], "")
     settings, rows = config.training, summary_of(run, "02_hidden")
-    shards = _shards(config, run, 0 if split == "train" else rows["train"], rows[split])
+    shards = _shards(config, run, rows["train"], rows["val"])
     packs = [step[0] for step in order(shards.lengths, settings.pack_tokens, 1, 1, 0, None).steps]
     draft = _draft(config, run)
-    step = _step(draft, config, use_fp8=use_fp8)
+    step = _step(draft, config)
     found = []
     for one in saved:
         load_weights(one.path, draft)
@@ -212,20 +254,22 @@ def _shards(config: Config, run: Path, first: int, count: int) -> Shards:
     )
 
 
-def _step(draft: Any, config: Config, *, use_fp8: bool = False) -> TrainingStep:
+def _step(draft: Any, config: Config) -> TrainingStep:
     settings = config.training
     return TrainingStep(
         draft,
         ttt_steps=settings.ttt_steps,
         loss_config=resolve_loss_config(settings.loss, "eager"),
         loss_decay=settings.ttt_step_loss_decay,
-        dtype=torch.bfloat16 if use_fp8 else torch.float32,
-        use_fp8=use_fp8,
+        dtype=torch.float32,
     )
 
 
 def main() -> None:
     """One of the two."""
+    if sys.argv[1:] and sys.argv[1] in ("forward", "backward"):  # of `WAYS`
+        fp8_but_for(sys.argv[1], sys.argv[2:])
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["plain", "fp8"])
     parser.add_argument("--run", type=Path, required=True)
