@@ -195,17 +195,19 @@ def train_copy(run: Path, copy: Path, *command: str, core: int | None = None) ->
 def fp8_but_for(direction: str, flags: Sequence[str]) -> None:
     """Stage 04 in fp8 with the products of one direction, "forward" or "backward", in bfloat16."""
 
-    class Linear(fp8_products._Linear):
+    whole = fp8_products._Linear
+
+    class Linear(whole):
         @staticmethod
         def forward(ctx: Any, rows: torch.Tensor, plain: torch.Tensor, weight: fp8_products.Weight) -> torch.Tensor:
-            product = fp8_products._Linear.forward(ctx, rows, plain, weight)
+            product = whole.forward(ctx, rows, plain, weight)
             ctx.rows = rows
             return nn.functional.linear(rows, plain) if direction == "forward" else product
 
         @staticmethod
         def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
             if direction == "forward":
-                return fp8_products._Linear.backward(ctx, *gradients)
+                return whole.backward(ctx, *gradients)
             of_rows = gradients[0] @ ctx.weight.plain if ctx.needed else None
             return of_rows, gradients[0].t() @ ctx.rows, None
 
