@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import re
 import shutil
@@ -65,6 +66,7 @@ def main() -> None:
 
             def turn(run: Run) -> tuple[float, float, float]:
                 ceiling = asyncio.run(prefill(run, plain, folder))
+                os.sync()  # what the last turn left to write is not this one's
                 return ceiling, stage_02(run, capturing, staging), _speculators(run, capturing, folder)
 
             turn(runs[min(runs)])  # a server's first requests are slower
