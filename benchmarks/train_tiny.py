@@ -37,11 +37,12 @@ from eagle3_train import verifier, vocabulary
 from eagle3_train.checkpoints import Checkpoints, Saved, load_weights
 from eagle3_train.config import Config, parse
 from eagle3_train.draft import build_draft
+from eagle3_train.expected import summarise
 from eagle3_train.extraction import DATASET
 from eagle3_train.packs import order
 from eagle3_train.run import read_jsonl
 from eagle3_train.shards import Shards
-from eagle3_train.step import TrainingStep, expected_acceptance_length, summarise
+from eagle3_train.step import TrainingStep
 from eagle3_train.training import CHECKPOINTS, METRICS
 
 STEPS = 40
@@ -236,8 +237,8 @@ def score(saved: Sequence[Saved], run: Path) -> list[dict[str, float]]:
         found.append(
             {
                 "loss": metrics["loss"],
-                "greedy": expected_acceptance_length(metrics, settings.ttt_steps),
-                "sampled": expected_acceptance_length(metrics, settings.ttt_steps, "sampled_acc"),
+                "greedy": metrics["expected_acceptance_length"],
+                "sampled": metrics["expected_sampled_acceptance_length"],
             }
         )
     return found

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+GREEDY, SAMPLED = "greedy", "sampled"
 THINKING, ANSWER = "thinking", "answer"
 BOOTSTRAP_SAMPLES = 1000
 CONTEXT_BUCKET = 1024

@@ -30,7 +30,7 @@ from typing import Any
 
 from eagle3_train import acceptance, load_test, prompt_sets, report, verifier
 from eagle3_train import server as vllm
-from eagle3_train.acceptance import Output
+from eagle3_train.acceptance import GREEDY, SAMPLED, Output
 from eagle3_train.asking import watch_server
 from eagle3_train.config import Config
 from eagle3_train.errors import GateFailed, PipelineError
@@ -39,7 +39,6 @@ from eagle3_train.progress import bar
 from eagle3_train.run import EVALUATE, EXPORT, TRAIN, Result, Stage, StageSpec, hardware, versions, write_text
 
 MEASUREMENTS = "measurements"
-GREEDY, SAMPLED = "greedy", "sampled"
 _EXPECTED = {GREEDY: "expected_acceptance_length", SAMPLED: "expected_sampled_acceptance_length"}  # in 04's summary
 # Two sets of samples of one distribution differ by more than this many standard errors once in 15,000 times.
 _MAX_STANDARD_ERRORS = 4.0

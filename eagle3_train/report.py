@@ -246,7 +246,7 @@ def _expected_part(expected: dict[str, Any]) -> list[str]:
     )
     return [
         f"Mean acceptance length with {expected['draft_tokens']} draft tokens: expected from the verifier's states of "
-        "the validation questions, each of whose tokens may begin a step; measured on vLLM.",
+        "the validation questions, by the steps vLLM would take on those answers; measured on vLLM.",
         table,
     ]
 

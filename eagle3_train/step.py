@@ -25,15 +25,13 @@ from torch.utils.checkpoint import checkpoint
 
 from eagle3_train import fp8
 from eagle3_train.attention import Documents, attend
+from eagle3_train.expected import Chain, Metrics
 from eagle3_train.fusing import fused
 from eagle3_train.packs import Pack
 
 if TYPE_CHECKING:
     from speculators import Eagle3DraftModel
     from speculators.losses import LossConfig
-
-Metrics = dict[str, Tensor]
-_ROWS_AT_ONCE = 1024  # of the validation's softmax over the vocabulary, in fp32
 
 
 def _norm_rows(rows: Tensor, eps: float) -> Tensor:
@@ -167,7 +165,7 @@ class TrainingStep(nn.Module):
         self._dtype, self._use_fp8, self._recompute = dtype, use_fp8, recompute
 
     def forward(self, pack: Pack, measure: bool = False) -> tuple[Tensor, Metrics]:
-        """The mean loss over TTT steps of their means, and sums for `summarise`.
+        """The mean loss over TTT steps of their means, and sums for `expected.summarise`.
 
         Args:
             measure: also count right guesses and acceptance, at the price of a pass over the logits.
@@ -184,7 +182,7 @@ class TrainingStep(nn.Module):
             )
             targets = nn.functional.linear(normed, draft.verifier_lm_head.weight)
         rows = self._projected(states[:, :-1].flatten(1))
-        chain = _Chain(pack, targets) if measure else None
+        chain = Chain(pack, targets) if measure else None
         total = rows.new_zeros((), dtype=torch.float32)
         metrics: Metrics = {}
         for step in range(self.ttt_steps):
@@ -196,7 +194,9 @@ class TrainingStep(nn.Module):
             total = total + loss
             metrics[f"loss_{step}"] = loss.detach()
             if chain is not None:
-                metrics |= chain.measure(step, logits.detach())
+                chain.follow(step, logits.detach())
+        if chain is not None:
+            metrics |= chain.sums()
         metrics["loss"] = total.detach()
         return total, metrics
 
@@ -312,67 +312,3 @@ class TrainingStep(nn.Module):
 
 def _times(rows: Tensor, weight: Any) -> Tensor:
     return fp8.linear(rows, weight) if isinstance(weight, fp8.Weight) else nn.functional.linear(rows, weight)
-
-
-class _Chain:
-    """Counts, over the drafts that a pack's rows could start, how far each would have been accepted.
-
-    A draft starts at a row that is the verifier's own. Its guess k counts where all rows up to it are the verifier's.
-    """
-
-    def __init__(self, pack: Pack, targets: Tensor):
-        self._pack = pack
-        self._targets = targets
-        self._best = targets.argmax(-1)
-        # Of each active row; step 0 leaves those alone where a draft starts.
-        self._started = torch.ones_like(pack.active, dtype=torch.bool)
-        self._all_right = self._started.clone()
-        self._accepted = self._started.float()
-
-    @torch.no_grad()
-    def measure(self, step: int, logits: Tensor) -> Metrics:
-        """Sums for TTT step `step`, logits [n_step, V]."""
-        starts, chosen = self._pack.starts[step], self._pack.targets[step]
-        started = self._started[starts]
-        before = self._all_right[starts]
-        right = before & (logits.argmax(-1) == self._best[chosen])
-        overlap = torch.cat(
-            [
-                torch.minimum(part.float().softmax(-1), self._targets[rows].float().softmax(-1)).sum(-1)
-                for part, rows in zip(logits.split(_ROWS_AT_ONCE), chosen.split(_ROWS_AT_ONCE), strict=True)
-            ]
-            or [logits.new_zeros(0, dtype=torch.float32)]
-        )
-        accepted = self._accepted[starts] * overlap
-        self._started = torch.zeros_like(self._started).index_put_((starts,), started)
-        self._all_right = torch.zeros_like(self._all_right).index_put_((starts,), right)
-        self._accepted = torch.zeros_like(self._accepted).index_put_((starts,), accepted)
-        return {
-            f"drafts_{step}": started.sum().float(),
-            f"drafts_right_before_{step}": before.sum().float(),
-            f"drafts_right_{step}": right.sum().float(),
-            f"drafts_sampled_{step}": accepted.sum(),
-        }
-
-
-def summarise(sums: dict[str, float], packs: float, ttt_steps: int) -> dict[str, float]:
-    """What a set of packs shows.
-
-    `full_acc_k`: share of drafts whose guesses 0..k are all the verifier's greedy choice. `cond_acc_k`: of those right
-    before. `sampled_acc_k`: the chance that guesses 0..k are all accepted by rejection sampling at temperature 1, the
-    product of the overlaps sum_v min(p_v, q_v) (Leviathan et al., arXiv 2211.17192). The verifier's distribution is
-    taken over the draft's vocabulary, so both are a little high where that leaves tokens out.
-    """
-    found = {name: sums[name] / packs for name in ("loss", *(f"loss_{step}" for step in range(ttt_steps)))}
-    for step in range(ttt_steps):
-        drafts = max(sums[f"drafts_{step}"], 1.0)
-        found[f"full_acc_{step}"] = sums[f"drafts_right_{step}"] / drafts
-        found[f"cond_acc_{step}"] = sums[f"drafts_right_{step}"] / max(sums[f"drafts_right_before_{step}"], 1.0)
-        found[f"sampled_acc_{step}"] = sums[f"drafts_sampled_{step}"] / drafts
-    return found
-
-
-def expected_acceptance_length(metrics: dict[str, float], ttt_steps: int, kind: str = "full_acc") -> float:
-    """Tokens per verifier step if vLLM drafts `ttt_steps` tokens: 1 (the verifier's own) + the sum over k of the chance
-    that draft tokens 0..k are all accepted; greedily (`full_acc`) or sampled at temperature 1 (`sampled_acc`)."""
-    return 1 + sum(metrics[f"{kind}_{step}"] for step in range(ttt_steps))

@@ -180,13 +180,12 @@ def draft_vocabulary(stage: Stage, data: Data) -> VocabMap:
 
 def _summarise(stage: Stage, steps: int, data: Data, timing: dict[str, float]) -> Result:
     from eagle3_train.checkpoints import Checkpoints
-    from eagle3_train.step import expected_acceptance_length
 
     settings = stage.config.training
     best = Checkpoints(stage.folder / CHECKPOINTS, settings.keep_checkpoints).best()
     assert best is not None
     assert best.metrics is not None
-    sampled = expected_acceptance_length(best.metrics, settings.ttt_steps, "sampled_acc")
+    sampled = best.metrics["expected_sampled_acceptance_length"]
     draw_curves(stage.folder, settings.ttt_steps)
     summary = {
         "steps": steps,
@@ -208,8 +207,6 @@ def _summarise(stage: Stage, steps: int, data: Data, timing: dict[str, float]) -
 
 def draw_curves(folder: Path, ttt_steps: int) -> None:
     """`curves.png` from `metrics.jsonl`; a step made twice counts once."""
-    from eagle3_train.step import expected_acceptance_length
-
     train: dict[int, float] = {}
     val: dict[int, float] = {}
     expected: dict[int, float] = {}
@@ -218,5 +215,5 @@ def draw_curves(folder: Path, ttt_steps: int) -> None:
             train[row["step"]] = row["train"]["loss"]
         elif "val" in row:
             val[row["step"]] = row["val"]["loss"]
-            expected[row["step"]] = expected_acceptance_length(row["val"], ttt_steps)
+            expected[row["step"]] = row["val"]["expected_acceptance_length"]
     charts.training(folder / CURVES, train, val, expected, ttt_steps)

@@ -33,12 +33,13 @@ from eagle3_train.config import Config, parse
 from eagle3_train.distributed import Place
 from eagle3_train.draft import build_draft
 from eagle3_train.errors import PipelineError, Terminated
+from eagle3_train.expected import names_of_sums, summarise
 from eagle3_train.muon import Muon
 from eagle3_train.packs import Order, Pack, order
 from eagle3_train.progress import bar
 from eagle3_train.run import TRAIN, JsonlLog, Run, Stage
 from eagle3_train.shards import Shards
-from eagle3_train.step import TrainingStep, expected_acceptance_length, summarise
+from eagle3_train.step import TrainingStep
 from eagle3_train.training import CHECKPOINTS, METRICS, Data, draft_vocabulary, draw_curves
 from eagle3_train.waves import Wave, training_order
 
@@ -276,31 +277,19 @@ class _Loop:
                 f"step {self.made}: the validation loss is not finite, though the training loss is. Look at the shards "
                 "of the validation rows (rerun 02_extract_hidden.py)"
             )
-        expected = expected_acceptance_length(metrics, self.settings.ttt_steps)
-        sampled = expected_acceptance_length(metrics, self.settings.ttt_steps, "sampled_acc")
-        self._tell(
-            {
-                "val": {
-                    **metrics,
-                    "expected_acceptance_length": expected,
-                    "expected_sampled_acceptance_length": sampled,
-                },
-                **self._when(),
-            }
-        )
-        self._best = max(expected, self._best or 0)
+        self._tell({"val": metrics, **self._when()})
+        self._best = max(metrics["expected_acceptance_length"], self._best or 0)
         if self.place.first:
             draw_curves(self.stage.folder, self.settings.ttt_steps)
         return metrics
 
     def _no_sums(self) -> dict[str, torch.Tensor]:
-        names = ["loss"]
-        for step in range(self.settings.ttt_steps):
-            names += [f"loss_{step}", *(f"drafts_{kind}{step}" for kind in ("", "right_before_", "right_", "sampled_"))]
+        of_loss = ("loss", *(f"loss_{step}" for step in range(self.settings.ttt_steps)))
+        names = (*of_loss, *names_of_sums(self.settings.ttt_steps))
         return {name: torch.zeros((), device=self.place.device) for name in names}
 
     def _save(self, metrics: dict[str, float] | None) -> None:
-        expected = None if metrics is None else expected_acceptance_length(metrics, self.settings.ttt_steps)
+        expected = None if metrics is None else metrics["expected_acceptance_length"]
         if self.place.first:
             training = {
                 "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],

@@ -14,18 +14,25 @@ import pytest
 import torch
 from openai import OpenAI
 from safetensors.torch import load_file, save_file
+from speculators.losses import resolve_loss_config
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-from eagle3_train import parity, verifier
+from eagle3_train import parity, verifier, vocabulary
 from eagle3_train import server as vllm
 from eagle3_train.capture import Capturer, Expected, fresh_staging
-from eagle3_train.config import Config
+from eagle3_train.checkpoints import Checkpoints, load_weights
+from eagle3_train.config import Config, parse
+from eagle3_train.draft import build_draft
 from eagle3_train.errors import PipelineError
+from eagle3_train.packs import lay_out
+from eagle3_train.step import TrainingStep
+from eagle3_train.training import CHECKPOINTS
 from eagle3_train.vllm_plugin import expand_per_token
 from tests.conftest import PROJECT, FinishedRun, run_stage, wait_for
 
 # bfloat16 has 8 significant bits: half a unit in the last place is 2^-8 of the value at most.
 BF16_ROUNDING = 2.0**-8
+LAYERS = [2, 4, 5, 8]
 
 
 @pytest.fixture(scope="module")
@@ -53,20 +60,55 @@ def test_states_on_disk_equal_transformers_own_at_every_layer(
 
 def assert_states_are_transformers_own(run: Path, reference: DeepseekV3ForCausalLM, rows: list[dict[str, Any]]) -> None:
     """Each shard's states against transformers' at every captured layer."""
-    before_norm: dict[str, torch.Tensor] = {}
-    hook = reference.model.norm.register_forward_hook(lambda _m, inputs, _o: before_norm.update(last=inputs[0]))
     for row in rows:
         shard = load_file(run / "02_hidden" / "shards" / f"{row['id']}.safetensors")
-        with torch.no_grad():
-            entering = reference(shard["token_ids"][None], output_hidden_states=True).hidden_states
-        expected = [entering[2], entering[4], entering[5], before_norm["last"]]
-        for position, layer in enumerate([2, 4, 5, 8]):
-            ours, theirs = shard["hidden_states"][:, position], expected[position][0]
+        expected = states_of(reference, shard["token_ids"])
+        for position, layer in enumerate(LAYERS):
+            ours, theirs = shard["hidden_states"][:, position], expected[:, position]
             allowed = BF16_ROUNDING * theirs.abs() + 1e-5
             assert ((ours.float() - theirs).abs() <= allowed).all(), f"layer {layer} of {row['id']}"
             # All but the values on a rounding boundary are the very bits that torch rounds to.
             assert (ours == theirs.bfloat16()).float().mean() > 0.99, f"layer {layer} of {row['id']}"
+
+
+def states_of(reference: DeepseekV3ForCausalLM, token_ids: torch.Tensor) -> torch.Tensor:
+    """What enters each captured layer, and what the last one returns, [tokens, layers, hidden]."""
+    before_norm: list[torch.Tensor] = []
+    hook = reference.model.norm.register_forward_hook(lambda _m, inputs, _o: before_norm.append(inputs[0]))
+    with torch.no_grad():
+        entering = reference(token_ids[None], output_hidden_states=True).hidden_states
     hook.remove()
+    return torch.stack([*(entering[layer][0] for layer in LAYERS[:-1]), before_norm[0][0]], dim=1)
+
+
+@pytest.mark.engine
+def test_the_draft_guesses_on_vllm_what_it_guesses_in_training(
+    default_run: FinishedRun, reference: DeepseekV3ForCausalLM
+) -> None:
+    """vLLM's record of every verifier step against what 04 counts of the same answer, from transformers' states."""
+    _, config = parse(["--run", str(default_run.path)], "")
+    draft = build_draft(config, vocabulary.load(default_run.path / "03_vocab", 512)).float()
+    best = Checkpoints(default_run.path / "04_train" / CHECKPOINTS, keep=1).best()
+    assert best is not None
+    load_weights(best.path, draft)
+    loss = resolve_loss_config("kl_div", "eager")
+    step = TrainingStep(draft, ttt_steps=3, loss_config=loss, loss_decay=1.0, dtype=torch.float32)
+    answers = default_run.json("06_eval/measurements/with_draft.json")["outputs"]["eval"]["greedy"]
+    assert len(answers) == 32
+    for name, answer in answers.items():
+        # The last token is never read: its state is not captured either.
+        token_ids = torch.tensor(answer["prompt_ids"] + answer["output_ids"][:-1])
+        own = torch.ones(len(token_ids))
+        own[: len(answer["prompt_ids"])] = 0
+        pack = lay_out([token_ids], [own], states_of(reference, token_ids), pack_tokens=1024, ttt_steps=3)
+        with torch.no_grad():
+            counted = step(pack, measure=True)[1]
+        *accepted, last = answer["accepted"]
+        # 04 has no states after the answer's end, where vLLM may still have accepted a guess.
+        accepted.append(min(last, len(answer["output_ids"]) - 1 - len(accepted) - sum(accepted)))
+        assert int(counted["greedy_steps"]) == len(accepted), name
+        for guess in range(3):
+            assert int(counted[f"greedy_accepted_{guess}"]) == sum(count > guess for count in accepted), name
 
 
 @pytest.fixture(scope="module")

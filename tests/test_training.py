@@ -29,7 +29,7 @@ from eagle3_train.errors import PipelineError
 from eagle3_train.extraction import DATASET, LINKS
 from eagle3_train.packs import Pack, lay_out, order, rows_kept
 from eagle3_train.run import MANIFEST, Result, Run
-from eagle3_train.step import TrainingStep, expected_acceptance_length
+from eagle3_train.step import TrainingStep
 from eagle3_train.training import CURVES, Data, check_dataset
 from tests.fault_server import ROOT, rows_of
 from tests.small_training import (
@@ -92,18 +92,9 @@ def as_if_killed(run: Run) -> None:
 # ---- which checkpoint is best, and what is told
 
 
-def test_expected_acceptance_length_is_one_and_the_chance_of_each_unbroken_chain() -> None:
-    # The published validation figures of a Kimi draft: 0.80, 0.52 and 0.31 of the chains right.
-    metrics = {"full_acc_0": 0.80, "full_acc_1": 0.52, "full_acc_2": 0.31, "loss": 9.0}
-    assert expected_acceptance_length(metrics, 3) == pytest.approx(2.63)
-    assert expected_acceptance_length(metrics, 1) == pytest.approx(1.80)
-    assert expected_acceptance_length(dict.fromkeys(metrics, 1.0), 3) == pytest.approx(4.0)  # the ceiling
-    assert expected_acceptance_length(dict.fromkeys(metrics, 0.0), 3) == 1.0
-
-
 def test_a_training_ends_with_its_best_checkpoint_linked_and_reported(undisturbed: tuple[Run, Result]) -> None:
     run, result = undisturbed
-    estimates = {step: 1 + val["full_acc_0"] + val["full_acc_1"] for step, val in validations_of(run).items()}
+    estimates = {step: 1 + val["greedy_acc_0"] + val["greedy_acc_1"] for step, val in validations_of(run).items()}
     assert len(estimates) == run.config.training.epochs
     best = max(estimates, key=lambda step: estimates[step])
     link = checkpoints_of(run).folder / "checkpoint_best"
