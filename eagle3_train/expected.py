@@ -32,53 +32,43 @@ class Chain:
     """Follows the drafts that a pack's rows could start, TTT step by TTT step.
 
     A draft starts at a row that is the verifier's own. Its guess k counts where all rows up to it are the verifier's.
-
-    Attributes:
-        right: for each TTT step so far [R] bool, whether guesses 0..k are all the verifier's greedy choice.
-        chance: for each TTT step so far [R] fp32, that guesses 0..k are all accepted by rejection sampling at
-            temperature 1: the product of the overlaps sum_v min(p_v, q_v) (Leviathan et al., arXiv 2211.17192).
+    Greedily guesses 0..k are accepted if all are the verifier's first choice; at temperature 1 by rejection sampling,
+    with the product of the overlaps sum_v min(p_v, q_v) as chance (Leviathan et al., arXiv 2211.17192).
     """
 
     def __init__(self, pack: Pack, targets: Tensor):
-        self.right: list[Tensor] = []
-        self.chance: list[Tensor] = []
         self._pack, self._targets = pack, targets
         self._best = targets.argmax(-1)
-        # Of each active row; step 0 leaves those alone where a draft starts.
-        everywhere = torch.ones_like(pack.active, dtype=torch.bool)
-        self._started, self._right_before, self._chance_before = everywhere, everywhere, everywhere.float()
+        # Of each active row, before the first guess; step 0 leaves those alone where a draft starts.
+        self._started = torch.ones_like(pack.active, dtype=torch.bool)
+        self._right, self._chance = [self._started], [self._started.float()]
         self._sums: Metrics = {}
 
     @torch.no_grad()
     def follow(self, step: int, logits: Tensor) -> None:
         """Take in TTT step `step`, logits [n_step, V]."""
         starts, chosen = self._pack.starts[step], self._pack.targets[step]
-        here = torch.zeros_like(self._started).index_put_((starts,), starts.new_ones(()).bool())
-        started, before = self._started & here, self._right_before & here
-        guessed = torch.zeros_like(started).index_put_((starts,), logits.argmax(-1) == self._best[chosen])
-        overlap = torch.cat(
-            [
-                torch.minimum(part.float().softmax(-1), self._targets[rows].float().softmax(-1)).sum(-1)
-                for part, rows in zip(logits.split(_ROWS_AT_ONCE), chosen.split(_ROWS_AT_ONCE), strict=True)
-            ]
-            or [logits.new_zeros(0, dtype=torch.float32)]
-        )
+        here, guessed = torch.zeros_like(self._started), torch.zeros_like(self._started)
+        here[starts] = True
+        guessed[starts] = logits.argmax(-1) == self._best[chosen]
+        overlaps = torch.zeros_like(self._chance[-1])
+        for at, part, rows in zip(*(of.split(_ROWS_AT_ONCE) for of in (starts, logits, chosen)), strict=True):
+            overlaps[at] = torch.minimum(part.float().softmax(-1), self._targets[rows].float().softmax(-1)).sum(-1)
+        before = self._right[-1] & here
+        self._started = self._started & here
+        self._right.append(before & guessed)
+        self._chance.append(self._chance[-1] * overlaps)
         self._sums |= {
-            f"drafts_{step}": started.sum().float(),
+            f"drafts_{step}": self._started.sum().float(),
             f"drafts_right_before_{step}": before.sum().float(),
-            f"drafts_right_{step}": (before & guessed).sum().float(),
+            f"drafts_right_{step}": self._right[-1].sum().float(),
         }
-        self._started, self._right_before = started, before & guessed
-        overlaps = torch.zeros_like(self._chance_before).index_put_((starts,), overlap)
-        self._chance_before = self._chance_before * overlaps
-        self.right.append(self._right_before)
-        self.chance.append(self._chance_before)
 
     @torch.no_grad()
     def sums(self) -> Metrics:
         """Sums over the pack, for `summarise`, when every TTT step was followed."""
-        for kind, chances in ((GREEDY, self.right), (SAMPLED, self.chance)):
-            accepted = torch.stack(chances).float()
+        for kind, chances in ((GREEDY, self._right), (SAMPLED, self._chance)):
+            accepted = torch.stack(chances[1:]).float()
             begins = steps_begun(self._pack, accepted)
             self._sums[f"{kind}_steps"] = begins.sum()
             self._sums |= {f"{kind}_accepted_{step}": (begins * row).sum() for step, row in enumerate(accepted)}
@@ -99,6 +89,7 @@ def steps_begun(pack: Pack, accepted: Tensor) -> Tensor:
         [R] fp32.
     """
     ttt_steps, rows = accepted.shape
+    accepted = accepted.double()  # errors of the products would add up
     own = torch.zeros(rows, dtype=torch.bool, device=accepted.device)
     own[pack.starts[0]] = True
     first = own.clone()
@@ -112,14 +103,14 @@ def steps_begun(pack: Pack, accepted: Tensor) -> Tensor:
     passing = accepted.new_zeros(rows, size, size)
     passing[:, -1, -1] = 1
     within = own & ~first
-    passing[within, : size - 2, 1 : size - 1] = torch.eye(size - 2, device=accepted.device)
+    passing[within, : size - 2, 1 : size - 1] = torch.eye(size - 2).to(accepted)
     passing[within, : size - 1, 0] = exactly.roll(1, dims=1).t()[within]
     passing[first, 0, -1] = 1
     reach = 1
     while reach < rows:
         passing = torch.cat((passing[:reach], passing[reach:] @ passing[:-reach]))
         reach *= 2
-    return passing[:, 0, -1]
+    return passing[:, 0, -1].float()
 
 
 def summarise(sums: dict[str, float], packs: float, ttt_steps: int) -> dict[str, float]:
