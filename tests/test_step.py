@@ -541,9 +541,9 @@ def test_a_draft_that_says_what_the_verifier_says_is_always_accepted() -> None:
     for step in range(STEPS):
         assert metrics[f"full_acc_{step}"] == metrics[f"cond_acc_{step}"] == 1
     # Answers of 15, 6 and 11, and of 9 tokens: steps of four, of which the last ends with the answer.
-    steps, accepted = 4 + 2 + 3 + 3, [(3 * 3 + 3) + (3 + 2) + (3 + 3 + 3) + (3 + 3 + 1)]
+    steps, accepted = 4 + 2 + 3 + 3, (3 * 3 + 3) + (3 + 2) + (3 + 3 + 3) + (3 + 3 + 1)
     for kind in ("", "sampled_"):
-        assert metrics[f"expected_{kind}acceptance_length"] == pytest.approx(1 + accepted[0] / steps)
+        assert metrics[f"expected_{kind}acceptance_length"] == pytest.approx(1 + accepted / steps)
 
 
 def test_measuring_changes_neither_loss_nor_gradient() -> None:
