@@ -6,6 +6,7 @@ Parts, in the order of their measuring; left out, all of them:
   extraction  stage 02 beside a server that only prefills, at once and in waves; the disk's own rate
   two_pass    answers, then their states
   one_pass    answers whose states are saved meanwhile, beside answers alone on the plain server
+  causes      what makes one pass slower than answers alone: one difference after the other
   float8      `extraction` with states stored as float8_e4m3
   drafting    tokens a second without a draft, and with one of an imposed acceptance length: the length that breaks even
   client      stage 01b beside vLLM's own `bench serve`
@@ -45,12 +46,12 @@ from benchmarks.extraction_vs_prefill import prefill, samples_of, stage_02, synt
 from benchmarks.gpu import larger_model
 from eagle3_train import one_pass, verifier
 from eagle3_train import server as vllm
-from eagle3_train.asking import post, session
+from eagle3_train.asking import Answerer, post, session
 from eagle3_train.capture import Capturer, fresh_staging, token_bytes
 from eagle3_train.config import FLOAT8, Config, read_preset
 from eagle3_train.evaluation import counters
 from eagle3_train.extraction import SHARDS
-from eagle3_train.generation import TRACES_FILE, _Asking
+from eagle3_train.generation import TRACES_FILE, _Asking, sampling_of
 from eagle3_train.load_test import measure
 from eagle3_train.run import ERRORS, HIDDEN, JsonlLog, Run, Stage, hardware, read_jsonl, versions, write_text
 
@@ -333,6 +334,7 @@ class Bench:
         servers = {
             "plain": (self.config, plain),
             "capture": (self.config, vllm.extraction_args(self.config, self.staging["capture"])),
+            "synchronous": (self.config, [*plain, "--no-async-scheduling"]),
             "one-pass": (self.config, one_pass.server_args(self.config, self.staging["one-pass"])),
             "float8": (self.float8, vllm.extraction_args(self.float8, self.staging["float8"])),
         }
@@ -646,6 +648,54 @@ def one_pass_part(bench: Bench) -> None:
         bench.report.add("one_pass", **figures)
 
 
+# From answers alone to one pass, a difference at a time: server, and what a request asks beside its answer.
+CAUSES: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("plain", {}),
+    "no asynchronous scheduling": ("synchronous", {}),
+    "log-probs": ("synchronous", {"logprobs": True}),
+    "a server that can save states": ("one-pass", {}),
+    "its states saved": ("one-pass", {"kv_transfer_params": one_pass.ASKED["kv_transfer_params"]}),
+    "states and log-probs": ("one-pass", one_pass.ASKED),
+}
+
+
+def causes(bench: Bench) -> None:
+    """Output tokens a second with one difference after the other; no file is looked at."""
+    rates: dict[str, list[float]] = {name: [] for name in CAUSES}
+    for name in ("plain", "synchronous", "one-pass"):
+        asyncio.run(_asked(bench, name, {}))  # a server's first requests are slower
+    for _ in bench.repeats(100):
+        for cause, (name, asked) in CAUSES.items():
+            rates[cause].append(asyncio.run(_asked(bench, name, asked)))
+            _empty(bench.staging["one-pass"])
+        bench.report.add(
+            "causes",
+            tokens_per_s={cause: spread(of) for cause, of in rates.items()},
+            to_plain={
+                cause: spread([a / b for a, b in zip(of, rates["plain"], strict=True)], 3)
+                for cause, of in rates.items()
+            },
+        )
+
+
+async def _asked(bench: Bench, name: str, asked: dict[str, Any]) -> float:
+    settings, queue, said = bench.config.generation, questions(bench.sizes.questions), 0
+    async with Answerer([bench.fleet[name]], settings) as answerer:
+
+        async def worker() -> None:
+            nonlocal said
+            while queue:
+                row = queue.pop()
+                answer, _, _ = await answerer.ask(
+                    row["messages"], sampling_of(settings, row["id"]), thinking=True, **asked
+                )
+                said += len(answer["choices"][0]["token_ids"])
+
+        started = time.monotonic()
+        await answerer.run([worker() for _ in range(settings.concurrency)])
+        return said / (time.monotonic() - started)
+
+
 def _empty(folder: Path) -> None:
     time.sleep(SETTLE_S)  # the last files are still being written
     for path in folder.iterdir():
@@ -799,12 +849,13 @@ PARTS = {
     "extraction": Part(extraction, ("plain", "capture"), 130),
     "two_pass": Part(two_pass, ("plain", "capture"), 70),
     "one_pass": Part(one_pass_part, ("plain", "one-pass"), 110),
+    "causes": Part(causes, ("plain", "synchronous", "one-pass"), 200),
     "float8": Part(float8, ("plain", "float8"), 90),
     "drafting": Part(drafting, ("plain",), 130),
     "client": Part(client, ("plain",), 120),
 }
 # Servers of a round start together, once the round before it is measured.
-ROUNDS = (("extraction", "two_pass"), ("one_pass", "float8", "drafting", "client"))
+ROUNDS = (("extraction", "two_pass"), ("one_pass", "causes", "float8", "drafting", "client"))
 
 
 def main() -> None:
@@ -913,6 +964,8 @@ def lines(figures: dict[str, dict[str, Any]]) -> Iterator[str]:
             yield f"{part}: " + ", ".join(
                 f"{name} {value['median']}" for name, value in of.items() if isinstance(value, dict)
             )
+    for cause, ratio in figures.get("causes", {}).get("to_plain", {}).items():
+        yield f"causes, {cause}: {ratio['median']} of plain"
     for count, of in figures.get("drafting", {}).get("in_flight", {}).items():
         yield f"drafting, {count} in flight: {of['alone_tokens_per_s']['median']:.0f} tok/s alone; " + ", ".join(
             f"{name} {value['to_alone']['median']:.2f} (L {value['acceptance_length']['median']:.2f}, even at "
