@@ -648,25 +648,28 @@ def one_pass_part(bench: Bench) -> None:
         bench.report.add("one_pass", **figures)
 
 
-# From answers alone to one pass, a difference at a time: server, and what a request asks beside its answer.
-CAUSES: dict[str, tuple[str, dict[str, Any]]] = {
-    "plain": ("plain", {}),
-    "no asynchronous scheduling": ("synchronous", {}),
-    "log-probs": ("synchronous", {"logprobs": True}),
-    "a server that can save states": ("one-pass", {}),
-    "its states saved": ("one-pass", {"kv_transfer_params": one_pass.ASKED["kv_transfer_params"]}),
-    "states and log-probs": ("one-pass", one_pass.ASKED),
+_STATES, _LOG_PROBS = {"kv_transfer_params": one_pass.ASKED["kv_transfer_params"]}, {"logprobs": True}
+# From answers alone to one pass, a difference at a time: server, what a request asks beside its answer, and what of
+# every sixteenth.
+CAUSES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "plain": ("plain", {}, {}),
+    "no asynchronous scheduling": ("synchronous", {}, {}),
+    "log-probs": ("synchronous", _LOG_PROBS, _LOG_PROBS),
+    "a server that can save states": ("one-pass", {}, {}),
+    "states saved": ("one-pass", _STATES, _STATES),
+    "states, log-probs of every sixteenth": ("one-pass", _STATES, _STATES | _LOG_PROBS),
+    "states and log-probs": ("one-pass", _STATES | _LOG_PROBS, _STATES | _LOG_PROBS),
 }
 
 
 def causes(bench: Bench) -> None:
     """Output tokens a second with one difference after the other; no file is looked at."""
     rates: dict[str, list[float]] = {name: [] for name in CAUSES}
-    for name in ("plain", "synchronous", "one-pass"):
-        asyncio.run(_asked(bench, name, {}))  # a server's first requests are slower
+    for cause in ("plain", "log-probs", "states and log-probs"):
+        asyncio.run(_asked(bench, *CAUSES[cause]))  # a server's first requests are slower
     for _ in bench.repeats(100):
-        for cause, (name, asked) in CAUSES.items():
-            rates[cause].append(asyncio.run(_asked(bench, name, asked)))
+        for cause, way in CAUSES.items():
+            rates[cause].append(asyncio.run(_asked(bench, *way)))
             _empty(bench.staging["one-pass"])
         bench.report.add(
             "causes",
@@ -678,7 +681,7 @@ def causes(bench: Bench) -> None:
         )
 
 
-async def _asked(bench: Bench, name: str, asked: dict[str, Any]) -> float:
+async def _asked(bench: Bench, name: str, asked: dict[str, Any], of_sixteenth: dict[str, Any]) -> float:
     settings, queue, said = bench.config.generation, questions(bench.sizes.questions), 0
     async with Answerer([bench.fleet[name]], settings) as answerer:
 
@@ -686,9 +689,9 @@ async def _asked(bench: Bench, name: str, asked: dict[str, Any]) -> float:
             nonlocal said
             while queue:
                 row = queue.pop()
-                answer, _, _ = await answerer.ask(
-                    row["messages"], sampling_of(settings, row["id"]), thinking=True, **asked
-                )
+                further = asked if len(queue) % 16 else of_sixteenth
+                sampling = sampling_of(settings, row["id"])
+                answer, _, _ = await answerer.ask(row["messages"], sampling, thinking=True, **further)
                 said += len(answer["choices"][0]["token_ids"])
 
         started = time.monotonic()
