@@ -664,25 +664,26 @@ CAUSES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 def causes(bench: Bench) -> None:
     """Output tokens a second with one difference after the other; no file is looked at."""
-    rates: dict[str, list[float]] = {name: [] for name in CAUSES}
-    for cause in ("plain", "log-probs", "states and log-probs"):
-        asyncio.run(_asked(bench, *CAUSES[cause]))  # a server's first requests are slower
-    for _ in bench.repeats(100):
+    rates: dict[str, list[float]] = {}
+    for cause in ("plain", "log-probs", "states and log-probs"):  # a server's first requests are slower
+        asyncio.run(_asked(bench, *CAUSES[cause], bench.config.generation.concurrency))
+    for _ in bench.repeats(150):
         for cause, way in CAUSES.items():
-            rates[cause].append(asyncio.run(_asked(bench, *way)))
+            rates.setdefault(cause, []).append(asyncio.run(_asked(bench, *way, bench.sizes.questions)))
             _empty(bench.staging["one-pass"])
-        bench.report.add(
-            "causes",
-            tokens_per_s={cause: spread(of) for cause, of in rates.items()},
-            to_plain={
-                cause: spread([a / b for a, b in zip(of, rates["plain"], strict=True)], 3)
-                for cause, of in rates.items()
-            },
-        )
+            bench.report.add(
+                "causes",
+                tokens_per_s={name: spread(of) for name, of in rates.items()},
+                to_plain={name: _ratio(of, rates["plain"]) for name, of in rates.items()},
+            )
 
 
-async def _asked(bench: Bench, name: str, asked: dict[str, Any], of_sixteenth: dict[str, Any]) -> float:
-    settings, queue, said = bench.config.generation, questions(bench.sizes.questions), 0
+def _ratio(rates: list[float], peers: list[float]) -> dict[str, Any]:
+    return spread([one / other for one, other in zip(rates, peers, strict=False)], 3)
+
+
+async def _asked(bench: Bench, name: str, asked: dict[str, Any], of_sixteenth: dict[str, Any], count: int) -> float:
+    settings, queue, said = bench.config.generation, questions(count), 0
     async with Answerer([bench.fleet[name]], settings) as answerer:
 
         async def worker() -> None:
@@ -852,7 +853,7 @@ PARTS = {
     "extraction": Part(extraction, ("plain", "capture"), 130),
     "two_pass": Part(two_pass, ("plain", "capture"), 70),
     "one_pass": Part(one_pass_part, ("plain", "one-pass"), 110),
-    "causes": Part(causes, ("plain", "synchronous", "one-pass"), 200),
+    "causes": Part(causes, ("plain", "synchronous", "one-pass"), 260),
     "float8": Part(float8, ("plain", "float8"), 90),
     "drafting": Part(drafting, ("plain",), 130),
     "client": Part(client, ("plain",), 120),
