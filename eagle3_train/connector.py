@@ -35,6 +35,7 @@ from vllm.logger import init_logger
 
 from eagle3_train.config import FLOAT8
 from eagle3_train.run import save_tensors
+from eagle3_train.vllm_plugin import keep_decoding_in_one_graph
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -121,6 +122,7 @@ class Eagle3HiddenStatesConnector(ExampleHiddenStatesConnector):
 
     def __init__(self, *args: Any, **kwargs: Any):
         check_base()
+        keep_decoding_in_one_graph()  # here, for the module it changes cannot be imported as early as the plugin is
         super().__init__(*args, **kwargs)
         if lacking := [name for name in _ATTRIBUTES if not hasattr(self, name)]:
             raise RuntimeError(f"vLLM {vllm_version()}: its connector has no {', '.join(lacking)} any more")

@@ -42,6 +42,22 @@ def _patch_cpu_expand() -> None:
     cpu_triton_utils._expand_kernel_impl = expand_per_token
 
 
+def keep_decoding_in_one_graph() -> None:
+    """Let a server that saves states decode in whole CUDA graphs, as one that saves none does.
+
+    CacheOnlyAttentionMetadataBuilder leaves `_cudagraph_support` at its base class's NEVER, so vLLM falls back to
+    piecewise graphs for the verifier as well, which has no such layer: the layer belongs to the drafter, whose own graphs
+    are piecewise at most (ExtractHiddenStatesProposer.initialize_cudagraph_keys) and run the layer outside of them.
+    Seen in vLLM 0.26.0 and 0.32.0 ("FULL_AND_PIECEWISE is not supported with CacheOnlyAttentionBackend"); drop this when
+    the class declares its own. No effect on a CPU.
+    """
+    from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionMetadataBuilder
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    if "_cudagraph_support" not in vars(CacheOnlyAttentionMetadataBuilder):
+        CacheOnlyAttentionMetadataBuilder._cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+
 def expand_per_token(
     output: torch.Tensor,
     input_val: torch.Tensor,

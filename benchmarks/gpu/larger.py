@@ -622,7 +622,9 @@ def one_pass_part(bench: Bench) -> None:
     """Answers whose states are saved, beside answers alone: on the plain server, and on the same one."""
     saving = changed(bench.config, "generation", capture="one_pass")
     alone, both, unsaved, seconds, kept = [], [], [], [], []
-    _answer(bench, saving, "one-pass")  # a server's first requests are slower
+    for cause in ("plain", "states and log-probs"):  # a server's first requests are slower
+        asyncio.run(_asked(bench, *CAUSES[cause], bench.config.generation.concurrency))
+    _empty(bench.staging["one-pass"])
     for _ in bench.repeats(60):
         answers = _answer(bench, bench.config, "plain")
         alone.append(answers.rate)
