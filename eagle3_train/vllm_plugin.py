@@ -46,10 +46,10 @@ def keep_decoding_in_one_graph() -> None:
     """Let a server that saves states decode in whole CUDA graphs, as one that saves none does.
 
     CacheOnlyAttentionMetadataBuilder leaves `_cudagraph_support` at its base class's NEVER, so vLLM falls back to
-    piecewise graphs for the verifier as well, which has no such layer: the layer belongs to the drafter, whose own graphs
-    are piecewise at most (ExtractHiddenStatesProposer.initialize_cudagraph_keys) and run the layer outside of them.
-    Seen in vLLM 0.26.0 and 0.32.0 ("FULL_AND_PIECEWISE is not supported with CacheOnlyAttentionBackend"); drop this when
-    the class declares its own. No effect on a CPU.
+    piecewise graphs for the verifier as well. But that layer belongs to the drafter alone, whose own graphs are
+    piecewise at most (ExtractHiddenStatesProposer.initialize_cudagraph_keys).
+    Seen in vLLM 0.26.0 and 0.32.0 (its log: "not supported with CacheOnlyAttentionBackend"); drop this when the class
+    declares its own. No effect on a CPU.
     """
     from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionMetadataBuilder
     from vllm.v1.attention.backend import AttentionCGSupport
