@@ -117,16 +117,17 @@ class Eagle3HiddenStatesConnector(ExampleHiddenStatesConnector):
     `hidden_states_scales` [tokens, 1, 1] float32. Its header: layer_ids (JSON, ascending), dtype, verifier, vllm, base.
 
     Settings in `kv_connector_extra_config`: `shared_storage_path` (folder), `storage_dtype` (torch name, or
-    float8_e4m3), `verifier` (fingerprint).
+    float8_e4m3), `verifier` (fingerprint), `decodes` (the server answers with more than one token).
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
         check_base()
-        keep_decoding_in_one_graph()  # here, for the module it changes cannot be imported as early as the plugin is
         super().__init__(*args, **kwargs)
         if lacking := [name for name in _ATTRIBUTES if not hasattr(self, name)]:
             raise RuntimeError(f"vLLM {vllm_version()}: its connector has no {', '.join(lacking)} any more")
         extra = self._kv_transfer_config.get_from_extra_config
+        if extra("decodes", False):
+            keep_decoding_in_one_graph()
         speculative = self._vllm_config.speculative_config
         layer_ids = speculative.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids
         self._storage_dtype = extra("storage_dtype", "bfloat16")

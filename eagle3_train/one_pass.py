@@ -36,7 +36,8 @@ CANARY_TOKENS = 256
 
 def server_args(config: Config, staging: Path) -> list[str]:
     """Arguments of a server that generates and saves states; those of extraction count where both say something."""
-    return [*config.generation.server_args, *vllm.extraction_args(config, staging), "--no-async-scheduling"]
+    capturing = vllm.extraction_args(config, staging, decodes=True)
+    return [*config.generation.server_args, *capturing, "--no-async-scheduling"]
 
 
 class OnePass:

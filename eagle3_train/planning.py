@@ -44,6 +44,11 @@ _CHECKPOINT_BYTES = 12
 _CONCURRENCY_GAIN = math.log(2_000 / 88) / math.log(128)
 # Two trainers or more: from half of linear to linear, as long as it is not measured here.
 _SCALING = Range(0.5, math.sqrt(0.5), 1.0)
+# How many times as long answering takes with states saved meanwhile, where the run has not measured it. The high end
+# was measured with 2.6 B parameters on an H200 (benchmarks/results/gpu_larger_causes.json: 12 ms more a step of 64
+# streams, beside 6; gpu_larger_one_pass.json: 9 more beside 7). As much beside a large verifier's 30 to 60 ms is the
+# likely value, an estimate.
+_SAVING = Range(1.0, 1.25, 2.9)
 _MOST_SAMPLES = 10**9
 
 
@@ -379,9 +384,13 @@ def _costs(config: Config, machine: Machine, work: Workload, way: Way, cut: Wave
     loads, work_on_server = [], []
     if work.generated:
         generating = _speed(machine, TRACES.folder)
-        note = "; saving states while generating is not measured" if way.one_pass and not machine.one_pass else ""
+        figure, seconds = _work(generating, work.generated)
+        note = ""
+        if way.one_pass and not machine.one_pass:
+            note = f"; saving states while generating, not measured, taken to last {_SAVING.likely:g} times as long"
+            seconds *= _SAVING
         loads.append(_start(generating))
-        work_on_server.append(_cost("01b generation", work.generated, [_work(generating, work.generated)], note))
+        work_on_server.append(_cost("01b generation", work.generated, [(figure, seconds)], note))
     if not way.one_pass:
         extracting = _speed(machine, HIDDEN.folder)
         note = "; float8 states taken to be as fast as bfloat16, not measured" if way.storage == FP8 else ""

@@ -43,8 +43,9 @@ class Range:
     def __add__(self, other: Range) -> Range:
         return Range(self.low + other.low, self.likely + other.likely, self.high + other.high)
 
-    def __mul__(self, factor: float) -> Range:
-        return Range(self.low * factor, self.likely * factor, self.high * factor)
+    def __mul__(self, factor: float | Range) -> Range:
+        by = factor if isinstance(factor, Range) else Range.exactly(factor)
+        return Range(self.low * by.low, self.likely * by.likely, self.high * by.high)
 
 
 @dataclass(frozen=True)

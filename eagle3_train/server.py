@@ -156,8 +156,15 @@ def version_of(server: Server) -> str:
         return "unknown"
 
 
-def extraction_args(config: Config, staging: Path) -> list[str]:
-    """Arguments that make a server save hidden states into `staging` with our connector."""
+def extraction_args(config: Config, staging: Path, *, decodes: bool = False) -> list[str]:
+    """Arguments that make a server save hidden states into `staging` with our connector.
+
+    Args:
+        config: the run's.
+        staging: a folder, resolved.
+        decodes: it generates the answers as well. Then it is made to decode fast, and rounds differently by batch;
+            one that only prefills gives the same states alone and in a batch.
+    """
     speculative = {
         "method": "extract_hidden_states",
         "num_speculative_tokens": 1,
@@ -172,6 +179,7 @@ def extraction_args(config: Config, staging: Path) -> list[str]:
             "shared_storage_path": str(staging),
             "storage_dtype": config.extraction.storage_dtype,
             "verifier": verifier.fingerprint(config.verifier) or "",
+            "decodes": decodes,
         },
     }
     # A cached prefix is never computed, so its states would be missing.

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from speculators.losses import resolve_loss_config
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-from eagle3_train import parity, verifier, vocabulary
+from eagle3_train import one_pass, parity, verifier, vocabulary
 from eagle3_train import server as vllm
 from eagle3_train.capture import Capturer, Expected, fresh_staging
 from eagle3_train.checkpoints import Checkpoints, load_weights
@@ -27,7 +27,7 @@ from eagle3_train.errors import PipelineError
 from eagle3_train.packs import lay_out
 from eagle3_train.step import TrainingStep
 from eagle3_train.training import CHECKPOINTS
-from eagle3_train.vllm_plugin import expand_per_token
+from eagle3_train.vllm_plugin import expand_per_token, keep_decoding_in_one_graph
 from tests.conftest import PROJECT, FinishedRun, run_stage, wait_for
 
 # bfloat16 has 8 significant bits: half a unit in the last place is 2^-8 of the value at most.
@@ -275,3 +275,24 @@ def test_each_requests_value_is_repeated_for_each_of_its_tokens() -> None:
     output = torch.full((6,), torch.nan)
     expand_per_token(output, torch.tensor([0.5, 0.0, 2.0]), torch.tensor([2, 3, 6]), 0.0, 1.0)
     assert output.tolist() == [0.5, 0.5, 1.0, 2.0, 2.0, 2.0]
+
+
+def test_only_a_server_that_answers_as_well_is_made_to_decode_in_whole_cuda_graphs(
+    tiny_config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor.models import extract_hidden_states
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    theirs = extract_hidden_states.CacheOnlyAttentionMetadataBuilder
+    assert theirs._cudagraph_support == AttentionCGSupport.NEVER, "vLLM declares it itself: the patch can go"
+    ours = type("Builder", (theirs,), {})
+    monkeypatch.setattr(extract_hidden_states, "CacheOnlyAttentionMetadataBuilder", ours)
+    keep_decoding_in_one_graph()
+    assert ours._cudagraph_support == AttentionCGSupport.UNIFORM_BATCH
+
+    def decodes(arguments: list[str]) -> bool:
+        transfer = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
+        return bool(transfer["kv_connector_extra_config"]["decodes"])
+
+    assert decodes(one_pass.server_args(tiny_config, tmp_path))
+    assert not decodes(vllm.extraction_args(tiny_config, tmp_path))

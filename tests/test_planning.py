@@ -175,7 +175,9 @@ def test_one_pass_drops_the_second_load_and_the_prefill(tmp_path: Path) -> None:
     two, one = (seconds(projected(SMALL, tmp_path, 1, way)) for way in (TWO_PASSES, ONE_PASS))
     assert one["verifier load"] == 100
     assert "02 extraction" not in one
-    assert sum(two.values()) - sum(one.values()) == pytest.approx(100 + 20)
+    assert one["01b generation"] == pytest.approx(1.25 * two["01b generation"])
+    saved = sum(two.values()) - sum(one.values())
+    assert saved == pytest.approx(100 + 20 - 0.25 * two["01b generation"])
 
 
 def test_a_run_made_in_one_pass_is_planned_so_and_says_nothing_of_two(tmp_path: Path) -> None:
@@ -465,6 +467,9 @@ def test_ways_that_were_never_measured_are_estimates_and_say_so(tmp_path: Path) 
     (generation,) = (cost for cost in projected(SMALL, tmp_path, 1, ONE_PASS).costs if cost.stage == "01b generation")
     assert generation.basis == f"{MEASURED} + {ESTIMATE}"
     assert "not measured" in generation.sources[-1]
+    (alone,) = (cost for cost in projected(SMALL, tmp_path, 1).costs if cost.stage == "01b generation")
+    assert generation.seconds.low == pytest.approx(alone.seconds.low)
+    assert generation.seconds.high == pytest.approx(2.9 * alone.seconds.high)
     rows = plan_command.option_table([projected(SMALL, tmp_path, 1), fp8], Plan()).splitlines()
     assert ESTIMATE not in rows[2] and ESTIMATE in rows[3]
 
