@@ -49,7 +49,8 @@ def keep_decoding_in_one_graph() -> None:
     piecewise graphs for the verifier as well. But that layer belongs to the drafter alone, whose own graphs are
     piecewise at most (ExtractHiddenStatesProposer.initialize_cudagraph_keys).
     Seen in vLLM 0.26.0, whose log says "not supported with CacheOnlyAttentionBackend"; in 0.32.0 the class is the same,
-    and the drafter runs without graphs. Drop this when the class declares its own. No effect on a CPU. Called by the connector: its module is too much for a plugin to import.
+    and the drafter runs without graphs. Drop this when the class declares its own. No effect on a CPU.
+    The connector calls it: the class's module is too much for a plugin to import.
     """
     from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionMetadataBuilder
     from vllm.v1.attention.backend import AttentionCGSupport
