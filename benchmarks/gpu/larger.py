@@ -388,6 +388,11 @@ def _with_clock(arguments: list[str], times: Path) -> list[str]:
     return [*arguments[:place], json.dumps(transfer), *arguments[place + 1 :]]
 
 
+def _ratio(rates: list[float], peers: list[float]) -> dict[str, Any]:
+    """Each repeat's rate by its peer's of the same repeat."""
+    return spread([rate / peer for rate, peer in zip(rates, peers, strict=True)], 3)
+
+
 # Stage 02 -------------------------------------------------------------------------------------------------------------
 
 
@@ -446,7 +451,7 @@ def _against_prefill(bench: Bench, part: str, config: Config, name: str) -> tupl
             bytes_per_token=token_bytes(config),
             prefill_tokens_per_s=spread(bare),
             stage_02_tokens_per_s=spread(ours),
-            to_prefill=spread([mine / theirs for mine, theirs in zip(ours, bare, strict=True)], 3),
+            to_prefill=_ratio(ours, bare),
             shares=shares,
         )
     return run, bare, ours
@@ -622,9 +627,7 @@ def one_pass_part(bench: Bench) -> None:
     """Answers whose states are saved, beside answers alone: on the plain server, and on the same one."""
     saving = changed(bench.config, "generation", capture="one_pass")
     alone, both, unsaved, seconds, kept = [], [], [], [], []
-    for cause in ("plain", "states and log-probs"):  # a server's first requests are slower
-        asyncio.run(_asked(bench, *CAUSES[cause], bench.config.generation.concurrency))
-    _empty(bench.staging["one-pass"])
+    _warm_up(bench, "plain", "states and log-probs")
     for _ in bench.repeats(60):
         answers = _answer(bench, bench.config, "plain")
         alone.append(answers.rate)
@@ -640,7 +643,7 @@ def one_pass_part(bench: Bench) -> None:
         figures = {
             "plain_tokens_per_s": spread(alone),
             "one_pass_tokens_per_s": spread(both),
-            "one_pass_to_plain": spread([a / b for a, b in zip(both, alone, strict=True)], 3),
+            "one_pass_to_plain": _ratio(both, alone),
             "same_server_nothing_kept_tokens_per_s": spread(unsaved),
             "states_kept": kept,
         }
@@ -667,8 +670,7 @@ CAUSES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def causes(bench: Bench) -> None:
     """Output tokens a second with one difference after the other; no file is looked at."""
     rates: dict[str, list[float]] = {}
-    for cause in ("plain", "log-probs", "states and log-probs"):  # a server's first requests are slower
-        asyncio.run(_asked(bench, *CAUSES[cause], bench.config.generation.concurrency))
+    _warm_up(bench, "plain", "log-probs", "states and log-probs")
     for _ in bench.repeats(150):
         for cause, way in CAUSES.items():
             rates.setdefault(cause, []).append(asyncio.run(_asked(bench, *way, bench.sizes.questions)))
@@ -676,12 +678,15 @@ def causes(bench: Bench) -> None:
             bench.report.add(
                 "causes",
                 tokens_per_s={name: spread(of) for name, of in rates.items()},
-                to_plain={name: _ratio(of, rates["plain"]) for name, of in rates.items()},
+                to_plain={name: _ratio(of, rates["plain"][: len(of)]) for name, of in rates.items()},
             )
 
 
-def _ratio(rates: list[float], peers: list[float]) -> dict[str, Any]:
-    return spread([one / other for one, other in zip(rates, peers, strict=False)], 3)
+def _warm_up(bench: Bench, *asked: str) -> None:
+    """A server's first requests are slower; they are asked in these of CAUSES' ways."""
+    for cause in asked:
+        asyncio.run(_asked(bench, *CAUSES[cause], bench.config.generation.concurrency))
+    _empty(bench.staging["one-pass"])
 
 
 async def _asked(bench: Bench, name: str, asked: dict[str, Any], of_sixteenth: dict[str, Any], count: int) -> float:
@@ -738,7 +743,7 @@ def client(bench: Bench) -> None:
             in_flight=sizes.in_flight,
             stage_01b_tokens_per_s=spread(ours),
             bench_serve_tokens_per_s=spread(theirs),
-            to_bench_serve=spread([mine / other for mine, other in zip(ours, theirs, strict=True)], 3),
+            to_bench_serve=_ratio(ours, theirs),
             tokens=tokens,
         )
 
