@@ -184,7 +184,7 @@ def _distance_by_layer(runs: dict[str, Path]) -> list[float]:
     distances = []
     for row in read_jsonl(runs[EXACT] / "02_hidden" / "index.jsonl"):
         ours, theirs = (
-            read_states(runs[storage] / "02_hidden" / "shards" / f"{row['id']}.safetensors")[0]
+            read_states(runs[storage] / "02_hidden" / "shards" / f"{row['id']}.safetensors").restored()
             for storage in (FLOAT8, EXACT)
         )
         distances.append(parity.row_distances(ours, theirs))

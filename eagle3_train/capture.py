@@ -44,6 +44,7 @@ _DISK_FULL = ("No space left", "os error 28", "Errno 28", "StorageFull", "quota"
 # normalises, which no trained network lives on; above 1e4 two neighbouring bf16 values are 64 apart, and what a layer
 # adds to the residual stream would be lost. Single tokens (the first, delimiters) go far beyond, so the median counts.
 _LARGEST_RMS = 1e4
+_ROWS_AT_ONCE = 32
 
 
 class DiskFull(PipelineError):
@@ -212,26 +213,68 @@ def check_same_file_system(source: Path, target: Path) -> None:
 # One file ------------------------------------------------------------------------------------------------------------
 
 
-def read_states(path: Path) -> tuple[torch.Tensor, torch.Tensor, dict[str, str], str]:
-    """The states [T, L, D] of a file (float8 with its scales applied, in float32), token ids [T], header, stored type.
+@dataclass(frozen=True)
+class StatesFile:
+    """What a file of states holds.
+
+    Attributes:
+        states: [T, L, D] in the type they are kept in.
+        scales: [T, 1, 1] float32, of float8 states alone.
+        token_ids: [T] int64.
+        header: the file's.
+    """
+
+    states: torch.Tensor
+    scales: torch.Tensor | None
+    token_ids: torch.Tensor
+    header: dict[str, str]
+
+    @property
+    def kept_in(self) -> str:
+        """The states' type, as `extraction.storage_dtype` names it."""
+        return str(self.states.dtype).removeprefix("torch.").removesuffix("fn")
+
+    def restored(self) -> torch.Tensor:
+        """The states [T, L, D]; float8 ones with their scales applied, in float32."""
+        return self._scaled(self.states, self.scales)
+
+    def last_layer(self) -> torch.Tensor:
+        """The last layer's states [T, D], as `restored`."""
+        return self._scaled(self.states[:, -1:], self.scales)[:, 0]
+
+    def sizes(self) -> torch.Tensor:
+        """[T, L] float32: the root of the mean square of each state."""
+        import torch
+
+        # Some rows at a time: in float32 a whole sample is gigabytes, and several are checked at once.
+        parts = [rows.float().pow(2).mean(-1).sqrt() for rows in self.states.split(_ROWS_AT_ONCE)]
+        sizes_TL = torch.cat(parts)
+        return sizes_TL if self.scales is None else sizes_TL * self.scales[:, :, 0]
+
+    @staticmethod
+    def _scaled(states: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+        import torch
+        from hs_connectors.fp8_utils import dequantize_fp8_tensor
+
+        return states if scales is None else dequantize_fp8_tensor(states, scales, torch.float32)
+
+
+def read_states(path: Path) -> StatesFile:
+    """A file of states as it was written.
 
     Raises:
         SetAside: not a whole file of states.
     """
-    import torch
-    from hs_connectors.fp8_utils import SCALES_KEY, dequantize_fp8_tensor
+    from hs_connectors.fp8_utils import SCALES_KEY
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as tensors:
-            header = tensors.metadata() or {}
-            states, token_ids = tensors.get_tensor("hidden_states"), tensors.get_tensor("token_ids")
-            kept_in = str(states.dtype).removeprefix("torch.").removesuffix("fn")
-            if states.dtype == torch.float8_e4m3fn:
-                states = dequantize_fp8_tensor(states, tensors.get_tensor(SCALES_KEY), torch.float32)
+            states = tensors.get_tensor("hidden_states")
+            scales = tensors.get_tensor(SCALES_KEY) if states.itemsize == 1 else None
+            return StatesFile(states, scales, tensors.get_tensor("token_ids"), tensors.metadata() or {})
     except (SafetensorError, OSError) as error:
         raise SetAside("not a whole safetensors file", str(error)) from None
-    return states, token_ids, header, kept_in
 
 
 def check_header(header: dict[str, str], expected: Expected) -> None:
@@ -249,9 +292,9 @@ def check_header(header: dict[str, str], expected: Expected) -> None:
 
 
 def check_file(
-    captured: Path, token_ids: list[int], expected: Expected, further: Callable[[torch.Tensor], None] | None = None
+    captured: Path, token_ids: list[int], expected: Expected, further: Callable[[StatesFile], None] | None = None
 ) -> str:
-    """SHA-256 of a captured file, after every check, and a `further` one of its states.
+    """SHA-256 of a captured file, after every check, and a `further` one.
 
     Raises:
         SetAside: not written, cut short, or not sound.
@@ -261,18 +304,18 @@ def check_file(
     failed = captured.with_name(captured.name + ".error")
     if failed.exists() or not captured.exists():
         raise _not_written(captured, failed, len(token_ids) * expected.token_bytes)
-    states, held_ids, header, kept_in = read_states(captured)
-    check_header(header, expected)
-    if kept_in != expected.storage_dtype:
-        raise SetAside(f"states kept in {kept_in}, and the header says {expected.storage_dtype}")
-    if states.ndim == 3 and states.shape[1] != len(expected.layer_ids):
+    held = read_states(captured)
+    check_header(held.header, expected)
+    if held.kept_in != expected.storage_dtype:
+        raise SetAside(f"states kept in {held.kept_in}, and the header says {expected.storage_dtype}")
+    if held.states.ndim == 3 and held.states.shape[1] != len(expected.layer_ids):
         raise PipelineError(
-            f"{states.shape[1]} layers where {len(expected.layer_ids)} were asked: this vLLM is too old for this "
+            f"{held.states.shape[1]} layers where {len(expected.layer_ids)} were asked: this vLLM is too old for this "
             "verifier"
         )
-    check_states(states, held_ids, token_ids, expected)
+    check_states(held, token_ids, expected)
     if further is not None:
-        further(states)
+        further(held)
     with captured.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -291,23 +334,25 @@ def _not_written(captured: Path, failed: Path, nbytes: int) -> SetAside | DiskFu
     return SetAside("the server released the lock without a file")
 
 
-def check_states(states: torch.Tensor, token_ids: torch.Tensor, expected_ids: list[int], expected: Expected) -> None:
-    """What must hold of one sample's states [T, L, D] before it counts as done.
+def check_states(held: StatesFile, token_ids: list[int], expected: Expected) -> None:
+    """What must hold of one sample's states before it counts as done.
 
     Raises:
         SetAside: naming the layer.
     """
     import torch
 
-    layer_ids = expected.layer_ids
-    if token_ids.tolist() != expected_ids:
+    layer_ids, states = expected.layer_ids, held.states
+    if held.token_ids.tolist() != token_ids:
         raise SetAside("the states are of other token ids")
-    shape = [len(expected_ids), len(layer_ids), expected.hidden_size]
+    shape = [len(token_ids), len(layer_ids), expected.hidden_size]
     if list(states.shape) != shape:
         raise SetAside(f"states of shape {list(states.shape)}, expected {shape}")
-    for position, layer in enumerate(layer_ids):
-        states_TD = states[:, position].float()
-        size_T = states_TD.pow(2).mean(-1).sqrt()
+    if held.scales is not None:
+        if list(held.scales.shape) != [len(token_ids), 1, 1]:
+            raise SetAside(f"scales of shape {list(held.scales.shape)}, expected {[len(token_ids), 1, 1]}")
+        states = states.view(torch.uint8)  # torch compares no float8; a token's scale holds for all its layers
+    for position, (layer, size_T) in enumerate(zip(layer_ids, held.sizes().unbind(1), strict=True)):
         if not size_T.isfinite().all():
             raise SetAside(f"a NaN or infinity in layer {layer}")
         if (size_T == 0).any():
@@ -319,7 +364,7 @@ def check_states(states: torch.Tensor, token_ids: torch.Tensor, expected_ids: li
             )
         if position and torch.equal(states[:, position], states[:, position - 1]):
             raise SetAside(f"layers {layer_ids[position - 1]} and {layer} hold the same states")
-        if len(set(expected_ids)) > 1 and torch.equal(states_TD[1:], states_TD[:-1]):
+        if len(set(token_ids)) > 1 and torch.equal(states[1:, position], states[:-1, position]):
             raise SetAside(f"every token has the same state in layer {layer}")
 
 
@@ -438,7 +483,7 @@ class Capturer:
         answer: dict[str, Any],
         sample: Sample,
         folder: Path,
-        further: Callable[[torch.Tensor], None] | None = None,
+        further: Callable[[StatesFile], None] | None = None,
     ) -> dict[str, Any]:
         """Move the file of an answer to `folder` once it is checked; returns its row for an index.
 
@@ -466,9 +511,9 @@ class Capturer:
         captured = self.named(answer)
         await wait_for_writer(captured, self._timeout_s)
         await self._in_thread(check_file, captured, token_ids, self.expected)
-        states, _, header, _ = await self._in_thread(read_states, captured)
+        held = await self._in_thread(read_states, captured)
         self._remove(captured)
-        return Captured(states, _prompt_log_probs(answer, token_ids), header)
+        return Captured(held.restored(), _prompt_log_probs(answer, token_ids), held.header)
 
     async def discard(self, answer: dict[str, Any]) -> None:
         """Remove the file of an answer that nobody needs."""

@@ -51,6 +51,7 @@ _FUNCTIONS = {
 _EXTRACT = ["kv_cache", "slot_mapping", "num_tokens"]
 _PENDING = {"req_id", "filename", "token_ids", "block_ids"}
 _ATTRIBUTES = ("_lock_fds", "_req_copy_events", "_req_futures", "_executor", "_block_size", "_is_tp_rank_zero")
+_ROWS_AT_ONCE = 32
 
 
 class _AlreadyCopied:
@@ -110,6 +111,13 @@ def base_digest() -> str:
     return hashlib.sha256(inspect.getsource(base).encode()).hexdigest()[:16]
 
 
+def _writer_thread() -> None:
+    # A CPU engine is bound to its cores, and its threads with it: writing would take from prefill.
+    os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
+    # torch's own threads, as many for each writer as there are cores, would take the cores from each other.
+    torch.set_num_threads(1)
+
+
 class Eagle3HiddenStatesConnector(ExampleHiddenStatesConnector):
     """Writes the states of each finished request.
 
@@ -131,11 +139,7 @@ class Eagle3HiddenStatesConnector(ExampleHiddenStatesConnector):
         speculative = self._vllm_config.speculative_config
         layer_ids = speculative.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids
         self._storage_dtype = extra("storage_dtype", "bfloat16")
-        # A CPU engine is bound to its cores, and its threads with it: writing would take from prefill.
-        cores = os.sched_getaffinity(os.getppid())
-        self._executor = ThreadPoolExecutor(
-            extra("num_writer_threads", 8), "states", initializer=partial(os.sched_setaffinity, 0, cores)
-        )
+        self._executor = ThreadPoolExecutor(extra("num_writer_threads", 8), "states", _writer_thread)
         self._header = {
             "layer_ids": json.dumps(sorted(layer_ids)),
             "dtype": self._storage_dtype,
@@ -181,5 +185,7 @@ def stored(tensors: dict[str, torch.Tensor], storage_dtype: str) -> dict[str, to
     states = tensors["hidden_states"]
     if storage_dtype != FLOAT8:
         return {**tensors, "hidden_states": states.to(getattr(torch, storage_dtype))}
-    quantized, scales = quantize_tensor_to_fp8(states)
-    return {**tensors, "hidden_states": quantized, SCALES_KEY: scales}
+    # Some rows at a time: on the way a value takes 12 bytes, and a sample of thousands of tokens would not fit a cache.
+    parts = [quantize_tensor_to_fp8(rows) for rows in states.split(_ROWS_AT_ONCE)]
+    quantized, scales = zip(*parts, strict=True)
+    return {**tensors, "hidden_states": torch.cat(quantized), SCALES_KEY: torch.cat(scales)}

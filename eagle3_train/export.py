@@ -381,10 +381,10 @@ def _draft_model(tensors: dict[str, torch.Tensor], shape: dict[str, Any], config
 def _ids_and_states(shard: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """The first token ids [T] and states [T, layers, hidden] of a shard, these in float32 as they were captured."""
     try:
-        states, ids, _, _ = read_states(shard)
+        held = read_states(shard)
     except SetAside as error:
         raise PipelineError(f"{shard.resolve()}: {error}; make it again, then run this again") from None
-    return ids[:_ROUND_TRIP_TOKENS], states[:_ROUND_TRIP_TOKENS].float()
+    return held.token_ids[:_ROUND_TRIP_TOKENS], held.restored()[:_ROUND_TRIP_TOKENS].float()
 
 
 def _logits(model: Eagle3DraftModel, ids: torch.Tensor, states: torch.Tensor, ttt_steps: int) -> torch.Tensor:

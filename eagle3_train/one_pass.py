@@ -15,18 +15,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from eagle3_train import parity
 from eagle3_train import server as vllm
 from eagle3_train.asking import SetAside
-from eagle3_train.capture import Capturer, DiskFull, Expected, Sample
+from eagle3_train.capture import Capturer, DiskFull, Expected, Sample, StatesFile
 from eagle3_train.config import Config
 from eagle3_train.errors import PipelineError
 from eagle3_train.run import JsonlLog
-
-if TYPE_CHECKING:
-    import torch
 
 STATES, STATES_INDEX = "states", "states.jsonl"
 # Fields of a request whose states are wanted, with the log-probs that check them.
@@ -120,9 +117,8 @@ class OnePass:
         whole = [*sample.token_ids, _output_ids(answer)[-1]]
         log_probs = sampled_log_probs(answer)
 
-        def check(states_TLD: torch.Tensor) -> None:
-            last_TD = states_TLD[:, -1]
-            parity.check_sampled(self._head, last_TD, whole, len(sample.prompt_ids), log_probs, self._allowed)
+        def check(held: StatesFile) -> None:
+            parity.check_sampled(self._head, held.last_layer(), whole, len(sample.prompt_ids), log_probs, self._allowed)
 
         folder = self._folder / STATES
         try:

@@ -39,7 +39,7 @@ def writer(storage_dtype: str = "bfloat16") -> Eagle3HiddenStatesConnector:
     return made
 
 
-def tensors(tokens: int = 20) -> dict[str, torch.Tensor]:
+def tensors(tokens: int = 100) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(tokens, len(LAYERS), 16, generator=generator).to(torch.bfloat16)
     return {"hidden_states": states, "token_ids": torch.arange(tokens)}
@@ -66,11 +66,14 @@ def test_a_file_holds_the_states_in_the_type_asked_for_and_says_what_it_is(tmp_p
     path = tmp_path / "a.safetensors"
     written = tensors()
     writer(storage_dtype)._write_tensors(written, Copied(), str(path), lock_of(path))
-    states, token_ids, header, kept_in = read_states(path)
-    assert kept_in == header["dtype"] == storage_dtype
-    assert json.loads(header["layer_ids"]) == LAYERS
-    assert header["verifier"] == "abc"
-    assert torch.equal(token_ids, written["token_ids"])
+    held = read_states(path)
+    assert held.kept_in == held.header["dtype"] == storage_dtype
+    assert json.loads(held.header["layer_ids"]) == LAYERS
+    assert held.header["verifier"] == "abc"
+    assert torch.equal(held.token_ids, written["token_ids"])
+    states = held.restored()
+    assert torch.equal(held.last_layer(), states[:, -1])
+    assert torch.allclose(held.sizes(), states.float().norm(dim=-1) / 16**0.5)
     if storage_dtype == "float8_e4m3":
         assert (states - written["hidden_states"].float()).abs().max() < 0.2
     else:
@@ -79,7 +82,7 @@ def test_a_file_holds_the_states_in_the_type_asked_for_and_says_what_it_is(tmp_p
         size = file.get_slice("hidden_states").get_shape()
     values = path.stat().st_size
     expected = Expected(LAYERS, 16, storage_dtype, "abc", 1e-3).token_bytes * size[0]
-    assert expected <= values < expected + 20 * 8 + 600
+    assert expected <= values < expected + 100 * 8 + 600
 
 
 def test_float8_is_hs_connectors_own_format(tmp_path: Path) -> None:
@@ -88,7 +91,7 @@ def test_float8_is_hs_connectors_own_format(tmp_path: Path) -> None:
     writer("float8_e4m3")._write_tensors(written, Copied(), str(path), lock_of(path))
     Path(f"{path}.lock").unlink()
     read = FP8Transfer(tmp_path).get_cached(0)
-    ours, *_ = read_states(path)
+    ours = read_states(path).restored()
     assert read is not None
     assert read.keys() == {"hidden_states", "token_ids"}
     assert torch.allclose(read["hidden_states"].float(), ours, rtol=2.0**-7, atol=0)

@@ -27,6 +27,7 @@ from typing import Any, TextIO
 
 import pytest
 import torch
+from hs_connectors.fp8_utils import quantize_tensor_to_fp8
 from safetensors.torch import load_file, save_file
 
 from eagle3_train import server as vllm
@@ -37,6 +38,7 @@ from eagle3_train.capture import (
     DiskFull,
     Expected,
     Sample,
+    StatesFile,
     check_file,
     check_states,
     fresh_staging,
@@ -121,10 +123,19 @@ def with_equal_layers(states: torch.Tensor, first: int, second: int) -> torch.Te
 # ---- one sample's states
 
 
+def held(states: torch.Tensor, ids: list[int], scales: torch.Tensor | None = None) -> StatesFile:
+    return StatesFile(states, scales, torch.tensor(ids), {})
+
+
+def held_in_float8(states: torch.Tensor, ids: list[int]) -> StatesFile:
+    quantized, scales = quantize_tensor_to_fp8(states)
+    return held(quantized, ids, scales)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_sound_states_are_accepted_in_both_storage_types(dtype: torch.dtype) -> None:
     ids = list(range(30, 42))
-    check_states(states_of(ids).to(dtype), torch.tensor(ids), ids, expecting())
+    check_states(held(states_of(ids).to(dtype), ids), ids, expecting())
 
 
 @pytest.mark.parametrize(
@@ -151,14 +162,44 @@ def test_unsound_states_are_refused_naming_what_is_wrong(
 ) -> None:
     ids = list(range(30, 42))
     with pytest.raises(SetAside, match=said):
-        check_states(spoil(states_of(ids)), torch.tensor(ids), ids, expecting())
+        check_states(held(spoil(states_of(ids)), ids), ids, expecting())
+
+
+def test_sound_states_are_accepted_in_float8() -> None:
+    ids = list(range(30, 142))
+    check_states(held_in_float8(states_of(ids), ids), ids, expecting("float8_e4m3"))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        pytest.param(lambda s: with_value(s, 7, 4, float("nan")), "a NaN or infinity", id="a NaN"),
+        pytest.param(lambda s: with_value(s, 40, 8, float("inf")), "a NaN or infinity", id="an infinity"),
+        pytest.param(lambda s: with_zero_token(s, 39, 5), r"zero in layer 5\b", id="a token all zero"),
+        pytest.param(lambda s: with_equal_layers(s, 5, 8), r"layers 5 and 8\b", id="two layers equal"),
+        pytest.param(lambda s: s[:1].expand_as(s), r"every token .* in layer 2\b", id="one state for all tokens"),
+        pytest.param(lambda s: s * 1e-4, r"implausible size in layer 2: \d", id="far too small"),
+        pytest.param(lambda s: s * 1e5, r"implausible size in layer 2: \d", id="far too large"),
+    ],
+)
+def test_unsound_states_are_refused_in_float8_too(spoil: Callable[[torch.Tensor], torch.Tensor], said: str) -> None:
+    ids = list(range(30, 71))
+    with pytest.raises(SetAside, match=said):
+        check_states(held_in_float8(spoil(states_of(ids)), ids), ids, expecting("float8_e4m3"))
+
+
+def test_float8_states_with_too_few_scales_are_refused() -> None:
+    ids = list(range(30, 71))
+    quantized, scales = quantize_tensor_to_fp8(states_of(ids))
+    with pytest.raises(SetAside, match=r"scales of shape \[40, 1, 1\], expected \[41, 1, 1\]"):
+        check_states(held(quantized, ids, scales[1:]), ids, expecting("float8_e4m3"))
 
 
 @pytest.mark.parametrize("change", [lambda ids: ids[:-1], lambda ids: [*ids[:-1], 99], lambda ids: ids[::-1]])
 def test_states_of_other_token_ids_are_refused(change: Callable[[list[int]], list[int]]) -> None:
     ids = list(range(30, 42))
     with pytest.raises(SetAside, match="other token ids"):
-        check_states(states_of(ids), torch.tensor(change(ids)), ids, expecting())
+        check_states(held(states_of(ids), change(ids)), ids, expecting())
 
 
 # ---- one captured file

@@ -3,11 +3,11 @@
     python -m benchmarks.gpu.larger OUT [PART ...] [--limit 560]     OUT/larger.json, OUT/logs.tar.gz
 
 Parts, in the order of their measuring; left out, all of them:
-  extraction  stage 02 beside a server that only prefills, at once and in waves; the disk's own rate
+  extraction  stage 02, at once and in waves, beside a server that only prefills; the disk's own rate
+  float8      `extraction` with states stored as float8_e4m3
   two_pass    answers, then their states
   one_pass    answers whose states are saved meanwhile, beside answers alone on the plain server
   causes      what makes one pass slower than answers alone: one difference after the other
-  float8      `extraction` with states stored as float8_e4m3
   drafting    tokens a second without a draft, and with one of an imposed acceptance length: the length that breaks even
   client      stage 01b beside vLLM's own `bench serve`
 
@@ -100,7 +100,7 @@ class Sizes:
 FULL = Sizes(
     shape=larger_model.Shape(),
     tokenizer="tiny-kimi-k2.5-mla",
-    samples=128,
+    samples=384,
     shortest=512,
     longest=4096,
     questions=256,
@@ -355,11 +355,10 @@ class Bench:
     def _with_cache(self, config: Config, name: str) -> Config:
         return changed(config, "server", env=config.server.env | {"VLLM_CACHE_ROOT": str(self.work / "cache" / name)})
 
-    def share_cache(self, source: str, names: Sequence[str]) -> None:
-        """Let servers start from what another one of the same graph has compiled."""
-        for name in names:
-            if (self.work / "cache" / source).exists() and not (self.work / "cache" / name).exists():
-                shutil.copytree(self.work / "cache" / source, self.work / "cache" / name)
+    def share_cache(self, source: str, name: str) -> None:
+        """Let a server start from what another one of the same graph has compiled."""
+        if (self.work / "cache" / source).exists() and not (self.work / "cache" / name).exists():
+            shutil.copytree(self.work / "cache" / source, self.work / "cache" / name)
 
     def repeats(self, seconds: float) -> Iterator[int]:
         """Numbers of repeats, as long as another one of the same duration ends within so many seconds."""
@@ -397,31 +396,20 @@ def _ratio(rates: list[float], peers: list[float]) -> dict[str, Any]:
 
 
 def extraction(bench: Bench) -> None:
-    """Stage 02 in bfloat16, at once and in waves."""
-    run, bare, ours = _against_prefill(bench, "extraction", bench.config, "capture")
-    waves = []
-    for _ in bench.repeats(20):
-        waves.append(stage_02(run, bench.fleet["capture"], bench.staging["capture"], WAVES))
-        _delete_states(run)
-        bench.report.add(
-            "extraction",
-            waves=WAVES,
-            waves_tokens_per_s=spread(waves),
-            waves_to_prefill=round(spread(waves)["median"] / spread(bare)["median"], 3),
-            waves_to_at_once=round(spread(waves)["median"] / spread(ours)["median"], 3),
-        )
+    """Stage 02 in bfloat16, at once and in waves, and the disk alone."""
+    run = _against_prefill(bench, "extraction", bench.config, "capture")
     samples, _, _ = samples_of(run)
     rates = [_disk_rate(bench.work, [sample.tokens * token_bytes(run.config) for sample in samples]) for _ in range(2)]
     bench.report.add("extraction", disk_alone_gb_per_s=spread(rates, 2))
 
 
 def float8(bench: Bench) -> None:
-    """Stage 02 in float8_e4m3."""
+    """Stage 02 in float8_e4m3, at once and in waves."""
     _against_prefill(bench, "float8", bench.float8, "float8")
 
 
-def _against_prefill(bench: Bench, part: str, config: Config, name: str) -> tuple[Run, list[float], list[float]]:
-    """Stage 02 beside prefill alone, in turn; both in tokens a second."""
+def _against_prefill(bench: Bench, part: str, config: Config, name: str) -> Run:
+    """Prefill alone, stage 02 at once and stage 02 in waves, in turn; all in tokens a second."""
     sizes = bench.sizes
     # The head's large weights for what is never said would make float8's rounding look like wrong states.
     said = larger_model.text_ids(bench.work / "verifier")
@@ -431,11 +419,12 @@ def _against_prefill(bench: Bench, part: str, config: Config, name: str) -> tupl
     plain, capture, staging = bench.fleet["plain"], bench.fleet[name], bench.staging[name]
     bare: list[float] = []
     ours: list[float] = []
+    waves: list[float] = []
     shares: list[dict[str, float]] = []
     # A server's first requests are slower.
     asyncio.run(prefill(run, plain, bench.work))
     stage_02(run, capture, staging)
-    for _ in bench.repeats(50):
+    for _ in bench.repeats(90):
         bare.append(asyncio.run(prefill(run, plain, bench.work)))
         with _checks() as checks:
             ours.append(stage_02(run, capture, staging))
@@ -443,6 +432,8 @@ def _against_prefill(bench: Bench, part: str, config: Config, name: str) -> tupl
         window = (ended - tokens / ours[-1], ended)
         time.sleep(SETTLE_S)
         shares.append(shares_of(list(read_jsonl(bench.times[name])), checks, window, token_bytes(config)))
+        _delete_states(run)
+        waves.append(stage_02(run, capture, staging, WAVES))
         _delete_states(run)
         bench.report.add(
             part,
@@ -452,9 +443,13 @@ def _against_prefill(bench: Bench, part: str, config: Config, name: str) -> tupl
             prefill_tokens_per_s=spread(bare),
             stage_02_tokens_per_s=spread(ours),
             to_prefill=_ratio(ours, bare),
+            waves=WAVES,
+            waves_tokens_per_s=spread(waves),
+            waves_to_prefill=_ratio(waves, bare),
+            waves_to_at_once=_ratio(waves, ours),
             shares=shares,
         )
-    return run, bare, ours
+    return run
 
 
 def shares_of(
@@ -628,7 +623,7 @@ def one_pass_part(bench: Bench) -> None:
     saving = changed(bench.config, "generation", capture="one_pass")
     alone, both, unsaved, seconds, kept = [], [], [], [], []
     _warm_up(bench, "plain", "states and log-probs")
-    for _ in bench.repeats(60):
+    for _ in bench.repeats(120):
         answers = _answer(bench, bench.config, "plain")
         alone.append(answers.rate)
         before = answers.seconds
@@ -671,7 +666,7 @@ def causes(bench: Bench) -> None:
     """Output tokens a second with one difference after the other; no file is looked at."""
     rates: dict[str, list[float]] = {}
     _warm_up(bench, "plain", "log-probs", "states and log-probs")
-    for _ in bench.repeats(150):
+    for _ in bench.repeats(270):
         for cause, way in CAUSES.items():
             rates.setdefault(cause, []).append(asyncio.run(_asked(bench, *way, bench.sizes.questions)))
             _empty(bench.staging["one-pass"])
@@ -858,15 +853,15 @@ class Part:
 
 PARTS = {
     "extraction": Part(extraction, ("plain", "capture"), 130),
+    "float8": Part(float8, ("plain", "float8"), 130),
     "two_pass": Part(two_pass, ("plain", "capture"), 70),
-    "one_pass": Part(one_pass_part, ("plain", "one-pass"), 110),
-    "causes": Part(causes, ("plain", "synchronous", "one-pass"), 260),
-    "float8": Part(float8, ("plain", "float8"), 90),
+    "one_pass": Part(one_pass_part, ("plain", "one-pass"), 150),
+    "causes": Part(causes, ("plain", "synchronous", "one-pass"), 300),
     "drafting": Part(drafting, ("plain",), 130),
     "client": Part(client, ("plain",), 120),
 }
 # Servers of a round start together, once the round before it is measured.
-ROUNDS = (("extraction", "two_pass"), ("one_pass", "causes", "float8", "drafting", "client"))
+ROUNDS = (("extraction", "float8", "two_pass"), ("one_pass", "causes", "drafting", "client"))
 
 
 def main() -> None:
@@ -938,7 +933,7 @@ def _round(bench: Bench, chosen: list[str], deadline: float) -> None:
     if "drafting" in chosen:
         needed += [draft_server(length) for length in bench.lengths]
     bench.fleet.stop([name for name in bench.staging if name not in needed])
-    bench.share_cache("capture", [name for name in ("one-pass", "float8") if name in needed])
+    bench.share_cache("capture", "one-pass")
     started = time.monotonic()
     patience = min(bench.sizes.start_s, deadline - started - ENDING_S)
     if patience > ENDING_S:
@@ -967,8 +962,9 @@ def lines(figures: dict[str, dict[str, Any]]) -> Iterator[str]:
         if of := figures.get(part):
             yield (
                 f"{part}: {of['stage_02_tokens_per_s']['median']:.0f} of {of['prefill_tokens_per_s']['median']:.0f} "
-                f"tok/s of prefill alone, {of['to_prefill']['median']:.3f}; in waves {of.get('waves_to_prefill')}; "
-                f"disk alone {of.get('disk_alone_gb_per_s')}; {of['shares'][-1]}"
+                f"tok/s of prefill alone, {of['to_prefill']['median']:.3f}; in waves "
+                f"{of['waves_to_prefill']['median']:.3f}; disk alone {of.get('disk_alone_gb_per_s')}; "
+                f"{of['shares'][-1]}"
             )
     for part in ("two_pass", "one_pass", "client"):
         if of := figures.get(part):
