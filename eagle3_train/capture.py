@@ -44,7 +44,7 @@ _DISK_FULL = ("No space left", "os error 28", "Errno 28", "StorageFull", "quota"
 # normalises, which no trained network lives on; above 1e4 two neighbouring bf16 values are 64 apart, and what a layer
 # adds to the residual stream would be lost. Single tokens (the first, delimiters) go far beyond, so the median counts.
 _LARGEST_RMS = 1e4
-_ROWS_AT_ONCE = 32
+_VALUES_AT_ONCE = 1 << 22
 
 
 class DiskFull(PipelineError):
@@ -246,9 +246,12 @@ class StatesFile:
         """[T, L] float32: the root of the mean square of each state."""
         import torch
 
-        # Some rows at a time: in float32 a whole sample is gigabytes, and several are checked at once.
-        parts = [rows.float().pow(2).mean(-1).sqrt() for rows in self.states.split(_ROWS_AT_ONCE)]
-        sizes_TL = torch.cat(parts)
+        # Some rows at a time: in float32 a whole sample is gigabytes, and several are checked at once. Not few, for
+        # each step waits for the interpreter's lock.
+        _, layers, hidden_size = self.states.shape
+        rows = max(1, _VALUES_AT_ONCE // (layers * hidden_size))
+        parts = [torch.linalg.vector_norm(part.float(), dim=-1) for part in self.states.split(rows)]
+        sizes_TL = torch.cat(parts) / math.sqrt(hidden_size)
         return sizes_TL if self.scales is None else sizes_TL * self.scales[:, :, 0]
 
     @staticmethod

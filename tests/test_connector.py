@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 from hs_connectors import FP8Transfer
+from hs_connectors.fp8_utils import quantize_tensor_to_fp8
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from eagle3_train import connector
+from eagle3_train import capture, connector
 from eagle3_train.capture import Expected, read_states
 from eagle3_train.connector import Eagle3HiddenStatesConnector, check_base
 
@@ -45,6 +46,13 @@ def tensors(tokens: int = 100) -> dict[str, torch.Tensor]:
     return {"hidden_states": states, "token_ids": torch.arange(tokens)}
 
 
+def copied(captured: dict[str, torch.Tensor], storage_dtype: str) -> dict[str, torch.Tensor]:
+    """What reaches the writers of an engine that saves in this type."""
+    if storage_dtype != "float8_e4m3":
+        return captured
+    return captured | {"hidden_states": connector.in_float8(captured["hidden_states"])}
+
+
 def lock_of(path: Path) -> int:
     """The lock that vLLM takes before it names the file."""
     lock = os.open(f"{path}.lock", os.O_CREAT | os.O_WRONLY)
@@ -62,10 +70,13 @@ def is_locked(path: Path) -> bool:
 
 
 @pytest.mark.parametrize("storage_dtype", ["bfloat16", "float32", "float8_e4m3"])
-def test_a_file_holds_the_states_in_the_type_asked_for_and_says_what_it_is(tmp_path: Path, storage_dtype: str) -> None:
+def test_a_file_holds_the_states_in_the_type_asked_for_and_says_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage_dtype: str
+) -> None:
+    monkeypatch.setattr(capture, "_VALUES_AT_ONCE", 3 * len(LAYERS) * 16)
     path = tmp_path / "a.safetensors"
     written = tensors()
-    writer(storage_dtype)._write_tensors(written, Copied(), str(path), lock_of(path))
+    writer(storage_dtype)._write_tensors(copied(written, storage_dtype), Copied(), str(path), lock_of(path))
     held = read_states(path)
     assert held.kept_in == held.header["dtype"] == storage_dtype
     assert json.loads(held.header["layer_ids"]) == LAYERS
@@ -88,7 +99,7 @@ def test_a_file_holds_the_states_in_the_type_asked_for_and_says_what_it_is(tmp_p
 def test_float8_is_hs_connectors_own_format(tmp_path: Path) -> None:
     path = tmp_path / "hs_0.safetensors"
     written = tensors()
-    writer("float8_e4m3")._write_tensors(written, Copied(), str(path), lock_of(path))
+    writer("float8_e4m3")._write_tensors(copied(written, "float8_e4m3"), Copied(), str(path), lock_of(path))
     Path(f"{path}.lock").unlink()
     read = FP8Transfer(tmp_path).get_cached(0)
     ours = read_states(path).restored()
@@ -97,6 +108,18 @@ def test_float8_is_hs_connectors_own_format(tmp_path: Path) -> None:
     assert torch.allclose(read["hidden_states"].float(), ours, rtol=2.0**-7, atol=0)
     largest = written["hidden_states"].float().abs().flatten(1).amax(1)
     assert torch.allclose(load_file(path)["hidden_states_scales"].flatten(), largest / 448)
+
+
+@pytest.mark.parametrize("tokens", [1, 99, 100])
+def test_float8_made_some_rows_at_a_time_has_the_bits_of_the_whole(
+    monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    monkeypatch.setattr(connector, "_VALUES_AT_ONCE", 3 * len(LAYERS) * 16)
+    states = tensors(tokens)["hidden_states"]
+    ours, scales = connector.from_float8(connector.in_float8(states), tokens, len(LAYERS))
+    whole, whole_scales = quantize_tensor_to_fp8(states)
+    assert torch.equal(ours.view(torch.uint8), whole.view(torch.uint8))
+    assert torch.equal(scales, whole_scales)
 
 
 def test_the_lock_is_released_only_when_the_whole_file_is_there(
