@@ -111,6 +111,31 @@ def test_the_draft_guesses_on_vllm_what_it_guesses_in_training(
             assert int(counted[f"greedy_accepted_{guess}"]) == sum(count > guess for count in accepted), name
 
 
+@pytest.mark.engine
+def test_float8_states_of_a_real_server_are_those_in_bfloat16_rounded(
+    default_run: FinishedRun, tiny_config: Config, tmp_path: Path
+) -> None:
+    storage = tiny_config.extraction.model_copy(update={"storage_dtype": "float8_e4m3"})
+    config = tiny_config.model_copy(update={"extraction": storage})
+    (tmp_path / "kept").mkdir()
+    staging = fresh_staging(tmp_path, tmp_path / "kept")
+    shards = default_run.path / "02_hidden" / "shards"
+    exact = [load_file(shards / f"{row['id']}.safetensors") for row in default_run.rows("02_hidden/index.jsonl")[:40]]
+
+    async def capture(server: vllm.Server, token_ids: list[int], name: str) -> torch.Tensor:
+        async with Capturer(server, staging, Expected.of(config), 60) as capturer:
+            return (await capturer.look(await capturer.prefill(token_ids, name), token_ids)).states
+
+    extra = vllm.extraction_args(config, staging)
+    with vllm.serve(config, log=tmp_path / "log", extra_args=extra) as server:
+        for number, shard in enumerate(exact):
+            ours = asyncio.run(capture(server, shard["token_ids"].tolist(), f"sample-{number}"))
+            theirs = shard["hidden_states"].float()
+            # e4m3 keeps three bits after the leading one, down to 2^-9 of a token's scale: half a place of each.
+            smallest = theirs.abs().amax((1, 2), keepdim=True) / 448 * 2.0**-10
+            assert ((ours - theirs).abs() <= (2.0**-4 + 2 * BF16_ROUNDING) * theirs.abs() + 1.1 * smallest).all()
+
+
 @pytest.fixture(scope="module")
 def one_pass_run(tmp_path_factory: pytest.TempPathFactory, tiny_verifier: Path) -> FinishedRun:
     """Stages 01, 01b and 02 with states saved while the verifier answers."""

@@ -424,7 +424,7 @@ def _against_prefill(bench: Bench, part: str, config: Config, name: str) -> Run:
     # A server's first requests are slower.
     asyncio.run(prefill(run, plain, bench.work))
     stage_02(run, capture, staging)
-    for _ in bench.repeats(90):
+    for _ in bench.repeats(110):
         bare.append(asyncio.run(prefill(run, plain, bench.work)))
         with _checks() as checks:
             ours.append(stage_02(run, capture, staging))
