@@ -143,8 +143,8 @@ def _count(tokens: float) -> str:
 
 
 _ASSUMED = (
-    "Assumed of the ways that were never measured at this size: answering lasts 1 to 2.9 times as long, likely 1.25, "
-    "with states saved meanwhile (one pass; 2.4 and 2.9 were measured with 2.6 B parameters on an H200, where a step "
+    "Assumed of the ways that were never measured at this size: answering lasts 1 to 2.5 times as long, likely 1.2, "
+    "with states saved meanwhile (one pass; 1.9 to 2.5 was measured with 2.6 B parameters on an H200, where a step "
     "is mostly fixed cost), float8 states are saved and read as fast as bfloat16 (02 saved them at half the share of "
     "prefill's rate there), and each wave starts server and trainer anew."
 )
