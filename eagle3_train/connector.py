@@ -35,7 +35,7 @@ from vllm.logger import init_logger
 
 from eagle3_train.config import FLOAT8
 from eagle3_train.run import save_tensors
-from eagle3_train.vllm_plugin import keep_decoding_in_one_graph
+from eagle3_train.vllm_plugin import keep_decoding_in_one_graph, pack_before_the_copy
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -142,7 +142,7 @@ class Eagle3HiddenStatesConnector(ExampleHiddenStatesConnector):
         layer_ids = speculative.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids
         self._storage_dtype = extra("storage_dtype", "bfloat16")
         if self._storage_dtype == FLOAT8:
-            base.extract_from_kv_cache = extract_in_float8
+            pack_before_the_copy(in_float8)
         self._executor = ThreadPoolExecutor(extra("num_writer_threads", 8), "states", _writer_thread)
         self._header = {
             "layer_ids": json.dumps(sorted(layer_ids)),
@@ -193,17 +193,6 @@ class Eagle3HiddenStatesConnector(ExampleHiddenStatesConnector):
 
 
 # States in float8 -----------------------------------------------------------------------------------------------------
-
-_extract = base.extract_from_kv_cache
-
-
-def extract_in_float8(kv_cache: torch.Tensor, slot_mapping: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Stands for vLLM's `extract_from_kv_cache`, and gives `in_float8` of what that gives.
-
-    In the writers' threads the rounding would take the interpreter's lock from the engine, which prefilled at 0.37 of
-    its rate (one H200). Needless once vLLM's connector stores a type of its own.
-    """
-    return in_float8(_extract(kv_cache, slot_mapping, num_tokens))
 
 
 def in_float8(states_TLD: torch.Tensor) -> torch.Tensor:

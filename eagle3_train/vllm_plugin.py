@@ -6,9 +6,13 @@ that makes it unnecessary.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
 CONNECTOR = "Eagle3HiddenStatesConnector"
@@ -57,6 +61,24 @@ def keep_decoding_in_one_graph() -> None:
 
     if "_cudagraph_support" not in vars(CacheOnlyAttentionMetadataBuilder):
         CacheOnlyAttentionMetadataBuilder._cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+
+def pack_before_the_copy(pack: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Let vLLM's connector copy `pack(states)` [any shape] in place of the states [tokens, layers, hidden].
+
+    It copies and then hands them to threads of the engine's process, where converting them takes the interpreter's lock
+    from the engine: with float8 made there, one on an H200 prefilled at 0.37 of its rate. Seen in vLLM 0.26.0 and
+    0.32.0; drop this when its connector stores states in a type of its own.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1 import example_hidden_states_connector as base
+
+    extract = inspect.unwrap(base.extract_from_kv_cache)
+
+    @functools.wraps(extract)
+    def extract_and_pack(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return pack(extract(*args, **kwargs))
+
+    base.extract_from_kv_cache = extract_and_pack
 
 
 def expand_per_token(

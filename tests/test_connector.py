@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from eagle3_train import capture, connector
 from eagle3_train.capture import Expected, read_states
 from eagle3_train.connector import Eagle3HiddenStatesConnector, check_base
+from eagle3_train.vllm_plugin import pack_before_the_copy
 
 LAYERS = [2, 4, 5, 8]
 
@@ -120,6 +121,16 @@ def test_float8_made_some_rows_at_a_time_has_the_bits_of_the_whole(
     whole, whole_scales = quantize_tensor_to_fp8(states)
     assert torch.equal(ours.view(torch.uint8), whole.view(torch.uint8))
     assert torch.equal(scales, whole_scales)
+
+
+def test_vllms_connector_copies_the_packed_states_however_often_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connector.base, "extract_from_kv_cache", connector.base.extract_from_kv_cache)
+    cache, slots = torch.randn(3, len(LAYERS), 8, 16).to(torch.bfloat16), torch.tensor([9, 3, 23, 0])
+    states = connector.base.extract_from_kv_cache(cache, slots, 3)
+    pack_before_the_copy(connector.in_float8)
+    pack_before_the_copy(connector.in_float8)
+    assert torch.equal(connector.base.extract_from_kv_cache(cache, slots, 3), connector.in_float8(states))
+    check_base()
 
 
 def test_the_lock_is_released_only_when_the_whole_file_is_there(
