@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Literal
 
 from eagle3_train import rates
-from eagle3_train.config import Config, Plan
+from eagle3_train.config import FLOAT8, Config, Plan
 from eagle3_train.errors import PipelineError
 from eagle3_train.rates import BOXES, ESTIMATE, MEASURED, PRIOR, Figure, MeasuredRun, Range, Speed
 from eagle3_train.run import EVALUATE, EXPORT, HIDDEN, PROMPTS, TRACES, TRAIN, VOCAB
 from eagle3_train.verifier import TINY_DIRECTORY
 
-LOAD, GIVEN, FP8 = "verifier load", "given", "float8_e4m3"
+LOAD, GIVEN, FP8 = "verifier load", "given", FLOAT8
 KIMI = "moonshotai/Kimi-K2.5"
 _KIMI_HIDDEN_SIZE = 7168
 PRIOR_LENGTHS = "assumed: 4,096 tokens a sample; the pilot's raw answers had 505, a published run's traces 10,000"
@@ -48,6 +48,10 @@ _SCALING = Range(0.5, math.sqrt(0.5), 1.0)
 # was measured with 2.6 B parameters on an H200 (benchmarks/results/gpu_larger_one_pass.json: 9 ms more a step of 64
 # streams, beside 6). As much beside a large verifier's 30 to 60 ms is the likely value, an estimate.
 _SAVING = Range(1.0, 1.2, 2.5)
+# How many times as long as bfloat16 states float8 ones take, where the run has not measured it: as many tokens a second
+# were measured on an H200, and of prefill's rate in the same run 0.63 beside 0.78
+# (benchmarks/results/gpu_larger_float8.json, gpu_larger_extraction.json).
+_FLOAT8 = Range(1.0, math.sqrt(0.78 / 0.63), 0.78 / 0.63)
 _MOST_SAMPLES = 10**9
 
 
@@ -115,6 +119,7 @@ class Machine:
 
     Attributes:
         one_pass: its generation was measured with the states saved meanwhile.
+        float8: its extraction was measured with states in float8.
     """
 
     name: str
@@ -122,6 +127,7 @@ class Machine:
     speeds: dict[str, Speed]
     usd_an_hour: float | None
     one_pass: bool = False
+    float8: bool = False
 
 
 @dataclass(frozen=True)
@@ -350,7 +356,7 @@ def machines(config: Config, run: MeasuredRun | None) -> list[Machine]:
                 "no rates for this machine: name a run that was made on it (--from runs/x), or a box "
                 f"(--box {' | '.join(BOXES)})"
             )
-        return [Machine(run.hardware, run.gpus, run.speeds, prices[0], run.one_pass)]
+        return [Machine(run.hardware, run.gpus, run.speeds, prices[0], run.one_pass, run.float8)]
     if config.verifier.path == "tiny":
         raise PipelineError(
             "the priors of a box are Kimi-K2.5's, but verifier.path is tiny; name a preset of the real verifier, or "
@@ -359,9 +365,11 @@ def machines(config: Config, run: MeasuredRun | None) -> list[Machine]:
     found = []
     for name, price in zip(plan.box, itertools.cycle(prices)):
         box = BOXES[name]
-        here = run is not None and run.was_on(box)
-        own = run.speeds if run and here else {}
-        found.append(Machine(name, box.gpus, box.speeds | own, price, bool(run and here and run.one_pass)))
+        if run is not None and run.was_on(box):
+            speeds = box.speeds | run.speeds
+            found.append(Machine(name, box.gpus, speeds, price, run.one_pass, run.float8))
+        else:
+            found.append(Machine(name, box.gpus, box.speeds, price))
     return found
 
 
@@ -392,10 +400,14 @@ def _costs(config: Config, machine: Machine, work: Workload, way: Way, cut: Wave
         work_on_server.append(_cost("01b generation", work.generated, [(figure, seconds)], note))
     if not way.one_pass:
         extracting = _speed(machine, HIDDEN.folder)
-        note = "; float8 states taken to be as fast as bfloat16, not measured" if way.storage == FP8 else ""
-        loads.append(_start(extracting, cut.count))
         tokens = work.kept + cut.passes * (work.extracted - work.kept)
-        work_on_server.append(_cost("02 extraction", tokens, [_work(extracting, tokens)], note))
+        figure, seconds = _work(extracting, tokens)
+        note = ""
+        if way.storage == FP8 and not machine.float8:
+            note = f"; float8 states, not measured, taken to last {_FLOAT8.likely:.2g} times as long as bfloat16"
+            seconds *= _FLOAT8
+        loads.append(_start(extracting, cut.count))
+        work_on_server.append(_cost("02 extraction", tokens, [(figure, seconds)], note))
     yield _cost(LOAD, 0, loads, _waves_note(cut.count))
     yield from work_on_server
     counting = _speed(machine, VOCAB.folder)

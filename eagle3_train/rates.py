@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from eagle3_train.config import FLOAT8
 from eagle3_train.errors import MoreStates, PipelineError
 from eagle3_train.run import EVALUATE, EXPORT, HIDDEN, PROMPTS, TRACES, TRAIN, VOCAB, read_jsonl
 
@@ -95,6 +96,7 @@ class MeasuredRun:
         rows: every line of timings.jsonl.
         verifier: from the run.yaml beside, else by name from the rows; None where neither says.
         epochs: from the run.yaml beside; None for a timings file on its own.
+        storage: extraction.storage_dtype, from the run.yaml beside; None for a timings file on its own.
         hardware: of the last finished stage.
         speeds: of each stage that can be measured from its rows.
     """
@@ -103,6 +105,7 @@ class MeasuredRun:
     rows: list[dict[str, Any]]
     verifier: str | None
     epochs: int | None
+    storage: str | None
     hardware: str
     speeds: dict[str, Speed]
 
@@ -115,6 +118,11 @@ class MeasuredRun:
         """Whether its states were saved while the verifier answered."""
         hidden = self.last(HIDDEN.folder)
         return bool(hidden and hidden.get("taken_over"))
+
+    @property
+    def float8(self) -> bool:
+        """Whether its extraction was measured with states in float8."""
+        return self.storage == FLOAT8 and HIDDEN.folder in self.speeds
 
     @property
     def gpus(self) -> int:
@@ -147,9 +155,10 @@ def read_run(path: Path, epochs: int) -> MeasuredRun:
     settings = yaml.safe_load(kept.read_text(encoding="utf-8")) if kept.exists() else {}
     verifier = settings.get("verifier", {}).get("path") or finished[-1].get("verifier")
     own_epochs = settings.get("training", {}).get("epochs")
+    storage = settings.get("extraction", {}).get("storage_dtype")
     name = path.name if path.is_dir() else path.stem
     speeds = _measured_speeds(name, rows, own_epochs or epochs)
-    return MeasuredRun(name, rows, verifier, own_epochs, finished[-1]["hardware"], speeds)
+    return MeasuredRun(name, rows, verifier, own_epochs, storage, finished[-1]["hardware"], speeds)
 
 
 def _measured_speeds(name: str, rows: list[dict[str, Any]], epochs: int) -> dict[str, Speed]:

@@ -192,6 +192,17 @@ def test_a_run_made_in_one_pass_is_planned_so_and_says_nothing_of_two(tmp_path: 
         make_plan(resolve(*flags[:-1], "two_pass"))
 
 
+def test_a_run_made_in_float8_is_planned_by_its_own_rate(tmp_path: Path) -> None:
+    timings(tmp_path, SMALL)
+    (tmp_path / "run.yaml").write_text("extraction: {storage_dtype: float8_e4m3}\n")
+    flags = ("--from", str(tmp_path), "--max-samples", "100", "--extraction.storage_dtype", "float8_e4m3")
+    (own, *_) = next(iter(make_plan(resolve(*flags)).options.values()))
+    (extraction,) = (cost for cost in own.costs if cost.stage == "02 extraction")
+    assert own.way.storage == planning.FP8
+    assert extraction.basis == MEASURED
+    assert extraction.seconds.low == extraction.seconds.high
+
+
 def test_the_presets_own_way_comes_first() -> None:
     first = planning.ways(resolve("--generation.capture", "one_pass", "--extraction.storage_dtype", "float8_e4m3"))[0]
     assert first == Way(True, planning.FP8)
@@ -464,6 +475,9 @@ def test_ways_that_were_never_measured_are_estimates_and_say_so(tmp_path: Path) 
     (extraction,) = (cost for cost in fp8.costs if cost.stage == "02 extraction")
     assert extraction.basis == f"{MEASURED} + {ESTIMATE}"
     assert "not measured" in extraction.sources[-1]
+    (exact,) = (cost for cost in projected(SMALL, tmp_path, 1).costs if cost.stage == "02 extraction")
+    assert extraction.seconds.low == pytest.approx(exact.seconds.low)
+    assert extraction.seconds.high == pytest.approx(0.78 / 0.63 * exact.seconds.high)
     (generation,) = (cost for cost in projected(SMALL, tmp_path, 1, ONE_PASS).costs if cost.stage == "01b generation")
     assert generation.basis == f"{MEASURED} + {ESTIMATE}"
     assert "not measured" in generation.sources[-1]
@@ -478,7 +492,7 @@ def test_fp8_halves_the_states() -> None:
     options = make_plan(resolve("--box", "b300x8", "--max-samples", "50000")).options["b300x8"]
     bf16, fp8 = (next(p for p in options if p.way == Way(False, storage)) for storage in ("bfloat16", planning.FP8))
     assert fp8.waves.states / bf16.waves.states == pytest.approx(28_676 / 57_344)
-    assert fp8.seconds == bf16.seconds
+    assert fp8.seconds.low == bf16.seconds.low
 
 
 # Price and budgets --------------------------------------------------------------------------------------------------
